@@ -38,6 +38,15 @@ quick: $(VENV)/.test  ## what a contributor runs: the quicker tests, no download
 test: $(VENV)/.test  ## the suite with a sample of the largest tables of cases; the default model is fetched once
 	$(BIN)/python -m pytest -q $(SIDE_BY_SIDE) -m "not exhaustive"
 
+.PHONY: test-core
+CORE := .venv-core/bin/python
+CORE_TESTS := $(wildcard tests/test_*.py) $(addprefix tests/,engine kernels models next_token processors records sampling server text transport)
+test-core: $(VENV)/.test  ## the package without extras, in an environment of its own: tests of the library and the server, without torch
+	$(BIN)/python tests/core_models.py .venv-core/models
+	test -x $(CORE) || $(PYTHON) -m venv .venv-core
+	$(CORE) -m pip install --quiet --disable-pip-version-check -e '.[test-core]'
+	TINY_MODELS=$(CURDIR)/.venv-core/models $(CORE) -m pytest -q -n 2 --dist loadfile -m "not slow and not exhaustive and not fuzz" $(CORE_TESTS)
+
 test-all: $(VENV)/.test  ## the suite with every case
 	$(BIN)/python -m pytest -q $(SIDE_BY_SIDE)
 
@@ -166,11 +175,11 @@ test-ray: $(VENV)/.test  ## data sets on a real local Ray, an actor killed half 
 	$(BIN)/python -m pytest -q -m ray
 
 .PHONY: notebook
-notebook: $(VENV)/.base  ## run examples/surprisal.ipynb anew and keep what it shows
+notebook: $(VENV)/.test  ## run examples/surprisal.ipynb anew and keep what it shows
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[notebook,frames,plot]'
 	$(BIN)/python docs/run_notebook.py
 
-bench: $(VENV)/.base  ## every benchmark but bench-real and gpu beside the rivals that are there, then the page of their figures; OPTIONS="--rounds 3" for fewer
+bench: $(VENV)/.test  ## every benchmark but bench-real and gpu beside the rivals that are there, then the page of their figures; OPTIONS="--rounds 3" for fewer
 	@failed=; for script in $(filter-out benchmarks/bench_real.py benchmarks/bench_gpu.py,$(wildcard benchmarks/bench_*.py)); do $(BIN)/python $$script $(OPTIONS) || failed="$$failed $$script"; done; \
 	$(BIN)/python benchmarks/report.py; test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 

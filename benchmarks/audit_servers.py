@@ -2,7 +2,7 @@
 
 Each runs in a process and an environment of its own, on the default model's weights in float32 unless its
 name says otherwise, with no option that changes numbers but those that its name says. What was found of each
-goes into the day's results, and of the newest into the table of docs/audit.md (`--page`: that alone). A
+goes into the day's results, and of the newest into the table of docs/dev/audits.md (`--page`: that alone). A
 server that cannot be run is said to be so there.
 """
 
@@ -27,6 +27,8 @@ from servers import MODEL_NAME, Program, our_program, serving, vllm_program
 
 from logprobe import LLM
 from logprobe.analysis import AuditReport, Endpoint, audit
+from logprobe.analysis.auditing.conformance import check_conformance
+from logprobe.analysis.auditing.report import CONFORMANCE_KINDS, NUMBER_KINDS
 from logprobe.analysis.auditing.words import (
     distribution_words,
     nats,
@@ -35,7 +37,7 @@ from logprobe.analysis.auditing.words import (
 from logprobe.errors import LogprobeError
 
 BENCH = "audit_servers"
-PAGE = ROOT / "docs" / "audit.md"
+PAGE = ROOT / "docs" / "dev" / "audits.md"
 BEGIN, END = "<!-- made by benchmarks/audit_servers.py -->\n", "<!-- so far -->\n"
 LLAMA_CPP, TRANSFORMERS, VLLM = (ENVIRONMENTS / name for name in ("llama_cpp", "transformers_serve", "vllm"))
 VLLM_START_LIMIT_S = 900.0  # it compiles at its first start, which takes its time on a busy machine
@@ -133,9 +135,11 @@ def outcome_of(contestant: Contestant, llm: LLM, *, is_quick: bool) -> Outcome:
         with serving(contestant.program) as served:
             endpoint = Endpoint(served.url, timeout_s=TIMEOUT_S)
             report = audit(endpoint, llm, model=contestant.model, quick=is_quick)
+            api = check_conformance(endpoint, llm, model=contestant.model)
     except (RivalError, LogprobeError) as error:
         return done(note=str(error), seconds=time.perf_counter() - started)
     values = {name: value for name, value in report.to_dict().items() if name not in LEFT_OUT}
+    values["findings"] += api.to_dict()["findings"]
     return done(report=values, seconds=time.perf_counter() - started)
 
 
@@ -178,12 +182,13 @@ def line_of(outcome: Outcome) -> Sequence[str]:
     if outcome.report is None:
         return (name, "not run", *[""] * (len(HEADINGS) - 2))
     report = report_of(outcome)
+    kinds = [finding.kind for finding in report.findings if finding.severity == "fault"]
     numbers = dict.fromkeys(map(distribution_words, report.distributions.values()))
     return (
         name,
         report.numbers,
         nats(report.worst_nats) if report.rows else "-",
-        ", ".join(f"`{finding.kind}`" for finding in report.faults("conformance")) or "no fault",
+        ", ".join(f"`{kind}`" for kind in kinds if kind in CONFORMANCE_KINDS) or "no fault",
         "; ".join(numbers) or "-",
         steadiness_words(report) or "-",
     )
@@ -201,10 +206,11 @@ def section_of(outcome: Outcome) -> str:
 
 
 def finding_lines(report: AuditReport) -> Iterator[str]:
-    """Its findings as a list: faults in numbers, faults in conformance, notes."""
-    areas = ("numbers", "conformance", "note")
-    named = [(one.area if one.severity == "fault" else "note", one) for one in report.findings]
-    for area, finding in sorted(named, key=lambda pair: areas.index(pair[0])):
+    """Its findings as a list: those about numbers, then those about conformance."""
+    kinds = {"numbers": NUMBER_KINDS, "conformance": CONFORMANCE_KINDS}
+    for area, finding in (
+        (area, one) for area in kinds for one in report.findings if one.kind in kinds[area]
+    ):
         correction = f" To correct: {finding.correction}" if finding.correction else ""
         yield f"- **{area}** `{finding.kind}`: {escaped(finding.title)}{escaped(correction)}"
 

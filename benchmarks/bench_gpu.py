@@ -662,8 +662,9 @@ def _prompts(run: Run, llm: Any) -> None:
 
 def extract(run: Run) -> None:
     """Time extraction from logits; compare with PyTorch and with one read of the logits."""
-    from logprobe.kernels.extraction.api import check_requests, check_rows, fill
+    from logprobe.kernels.extraction.api import fill
     from logprobe.kernels.extraction.device import allocate, requests_on
+    from logprobe.kernels.extraction.requests import check_requests, check_rows
 
     most, vocab_size = max(run.sizes.extract_rows), run.sizes.vocab_size
     base = 3 * torch.randn(most, vocab_size, device=run.device)

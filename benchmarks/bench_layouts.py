@@ -4,7 +4,7 @@ Decoding at batch 32, tokens alone, with 20 logprobs and with the whole vocabula
 its own (ours) beside one on a thread of the caller's process and beside two replicas; all are open at once
 and take turns. Beside the rate the CPU time of all processes a token, which is steadier where others use the
 machine. Before it, the memory of the processes once they have answered, each layout alone, as PSS: what
-several processes have in common counts for each by its part. The last lines are those of docs/layouts.md.
+several processes have in common counts for each by its part. The last lines are a table.
 """
 
 import os
@@ -138,7 +138,7 @@ def _layouts(options: Options) -> dict[str, dict[str, Any]]:
 
 
 def page_lines(figures: list[Figure]) -> Iterator[str]:
-    """The lines of docs/layouts.md's table."""
+    """The lines of a table."""
     for title, speed, cpu in zip(ASKED, figures[::2], figures[1::2], strict=False):
         medians = [statistics.median(speed.samples[name]) for name in (THREAD, OURS, REPLICAS)]
         ratios = [

@@ -5,7 +5,7 @@ wait until all are done), by number of threads; and the bytes a second that two 
 Computed: a step of one row on T threads as `bytes / (T · bandwidth of a core) + stages · stage(T)`, where a
 stage takes longer in proportion to its threads (each takes the counter's line in its turn), and every core
 reads as fast as one of the two does. Machines of many cores have less bandwidth a core, so that the rates of
-all replicas together are bounds. The last lines are those of docs/layouts.md.
+all replicas together are bounds. The last lines are a table.
 """
 
 import os
@@ -55,7 +55,7 @@ def step_s(num_bytes: float, layers: int, threads: int, core_bandwidth: float, s
 
 
 def page_lines(core_bandwidth: float, stage_s: float) -> Iterator[str]:
-    """The lines of docs/layouts.md's table: tokens a second of one request, and of one in each replica."""
+    """The lines of a table: tokens a second of one request, and of one in each replica."""
     for cores in CORES:
         for replicas in sorted({1, cores // 8, cores // 4, cores // 2}):
             cells = [str(cores), str(replicas), str(cores // replicas)]

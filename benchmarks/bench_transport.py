@@ -4,7 +4,7 @@ Rows and bytes a second from one process to another, read on arrival: 32 request
 token, and 4 with the whole vocabulary, over our messages, our shared memory, whichever of the two the engine
 chooses (ours), a `multiprocessing.Queue` of lists of dicts, and what vLLM's engine core sends to its front.
 Then single blocks there and back, by size: the size from which shared memory is the faster is `SHARED_BYTES`.
-The last lines are those of docs/layouts.md.
+The last lines are a table.
 """
 
 import multiprocessing
@@ -188,7 +188,7 @@ def latency_us(way: Way, k: int, number: int) -> float:
 
 
 def page_lines(blocks: Sequence[Figure]) -> Iterator[str]:
-    """The lines of docs/layouts.md's table of blocks."""
+    """The lines of a table of blocks."""
     for figure in blocks:
         message, shared = (statistics.median(figure.samples[name]) for name in (MESSAGES, SHARED))
         what = figure.name.removeprefix("a block of ").removesuffix(", there and back")

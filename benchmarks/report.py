@@ -32,11 +32,9 @@ highest ratio of a round are in parentheses. Figures for a GPU are on the page a
 HOW = """
 ## How it is measured
 
-`make rivals` installs the other libraries. `make bench` runs every `benchmarks/bench_*.py` except
-`bench_real.py` (`make bench-real`) and `bench_gpu.py` (`make gpu`). Every run is saved in
-`benchmarks/results`, and `python benchmarks/report.py` writes this page from the newest result of each
-benchmark. `python benchmarks/report.py --all` prints every figure with its spread, its target and, if the
-target is missed, the reason.
+`make rivals` installs the other libraries; `make bench` and `make bench-real` run the benchmarks.
+`python benchmarks/report.py --all` prints every figure with its spread, its target and, if the target is
+missed, the reason.
 
 - Each library runs in its own process and environment, on the same weights, prompts and number of
   threads, and with the same number type unless its label names another. `best` is the fastest public

@@ -14,8 +14,8 @@ from pathlib import Path
 
 PROJECT = Path(__file__).parents[1] / "pyproject.toml"
 USED_FOR = {
-    "torch": "tensors, devices, the modules of models without a native decoder",
-    "transformers": "configurations and modules; the reference that native decoders are verified against",
+    "torch": "models without a native decoder, GPUs, processors that use tensors",
+    "transformers": "models without a native decoder; the reference for the verification of native decoders",
     "tokenizers": "tokenizers",
     "jinja2": "chat templates",
     "safetensors": "reading weights; next-token distributions over HTTP",
@@ -25,6 +25,7 @@ USED_FOR = {
     "platformdirs": "the folder of the model cache",
     "cachetools": "LRU caches",
     "numpy": "arrays",
+    "ml_dtypes": "bfloat16 arrays",
     "cffi": "calls of the native kernels",
     "msgspec": "request bodies, messages between processes, JSON",
     "pyzmq": "messages between processes",
@@ -56,6 +57,8 @@ USED_FOR = {
     "httpx": "the remote client",
 }
 USERS_EXTRAS = (
+    "torch",
+    "arrow",
     "vllm",
     "ray",
     "peft",
@@ -77,9 +80,9 @@ UNCONSTRAINED = {"torch"}  # the lowest CPU builds are not on the index that pip
 def requirements() -> dict[str, list[str]]:
     """Return the requirements of each extra; the key "" has those of every installation."""
     project = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]
-    return {"": project["dependencies"]} | {
-        extra: project["optional-dependencies"][extra] for extra in USERS_EXTRAS
-    }
+    extras = project["optional-dependencies"]
+    own = {extra: [one for one in extras[extra] if not one.startswith("logprobe[")] for extra in USERS_EXTRAS}
+    return {"": project["dependencies"]} | own
 
 
 def parts(requirement: str) -> tuple[str, str]:

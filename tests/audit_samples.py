@@ -1,14 +1,15 @@
-"""Hand-made audit reports: an endpoint that passes, one that fails, one with conformance faults."""
+"""Hand-made reports: an endpoint that passes, one that fails, and two about conformance."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
+from logprobe.analysis.auditing.conformance import ConformanceReport
 from logprobe.analysis.auditing.report import (
     AuditReport,
     Errors,
     Evidence,
-    FieldAnswer,
     Finding,
     Steadiness,
     StoredPrompt,
@@ -26,35 +27,24 @@ PASSING: Final = AuditReport(
     server="some server 1.2",
     ours={"model_id": "tiny", "dtype": "float32"},
     max_nats=0.01,
-    asks=("echo", "completion, temperature 0.5"),
     requests=412,
     rows=9120,
     distributions={"echo": "raw", "completion, temperature 0.5": "temperature+renormalised"},
     errors=(
-        Errors(ask="echo", of="chosen", distribution="raw", count=8, worst=2e-6, mean=1e-6, p99=2e-6),
+        Errors(ask="echo", distribution="raw", count=8, worst=2e-6, mean=1e-6),
         Errors(
             ask="echo",
-            of="alternatives",
             distribution="raw",
             count=40,
             worst=3e-6,
             mean=1e-6,
-            p99=2e-6,
-            kl=1e-9,
-            rank_flips=1,
-            widest_flip=1e-6,
         ),
     ),
     steadiness=(
-        Steadiness(circumstance="three times alone", requests=3, is_equal=True, worst=0.0),
-        Steadiness(circumstance="beside 8 others", requests=9, is_equal=False, worst=2e-6, begins_at=3),
-        Steadiness(circumstance="prompt of 64 tokens", requests=2, is_equal=True, worst=0.0),
-        Steadiness(circumstance="prompt of 65 tokens", requests=2, is_equal=False, worst=2e-6, begins_at=64),
-    ),
-    fields=(
-        FieldAnswer(field="completions.logprobs", form="whole", answer="answered"),
-        FieldAnswer(field="completions.logprobs", form="stream", answer="answered"),
-        FieldAnswer(field="chat.min_p", form="whole", answer="refused", detail="400 no such field"),
+        Steadiness(circumstance="three times alone", is_equal=True, worst=0.0),
+        Steadiness(circumstance="beside 8 others", is_equal=False, worst=2e-6, begins_at=3),
+        Steadiness(circumstance="prompt of 64 tokens", is_equal=True, worst=0.0),
+        Steadiness(circumstance="prompt of 65 tokens", is_equal=False, worst=2e-6, begins_at=64),
     ),
     findings=(Finding(kind="form", severity="note", title="It has no /v1/responses.", count=1, of=1),),
     stored=(
@@ -105,13 +95,19 @@ FAILING: Final = AuditReport.from_dict(
     PASSING.to_dict()
     | {"findings": (FAULT, *PASSING.findings), "worst_nats": 2.31, "server": HOSTILE, "model": HOSTILE}
 )
-NONCONFORMING: Final = AuditReport.from_dict(
-    PASSING.to_dict()
-    | {
-        "findings": (
-            Finding(kind="text-wrong", severity="fault", title="Texts of other tokens.", count=25, of=25),
-            Finding(kind="ignored", severity="fault", title="Fields are ignored: chat.seed.", count=1, of=9),
-            *PASSING.findings,
-        )
-    }
+CONFORMING: Final = ConformanceReport(
+    endpoint="http://127.0.0.1:8000",
+    model="m",
+    server=HOSTILE,
+    requests=80,
+    fields={"chat.logprobs (whole)": "applied", "chat.n (whole)": "refused: 400: no such field"},
+    findings=PASSING.findings,
+)
+NONCONFORMING: Final = replace(
+    CONFORMING,
+    findings=(
+        Finding(kind="text-wrong", severity="fault", title="Texts of other tokens.", count=25, of=25),
+        Finding(kind="ignored", severity="fault", title="Fields are ignored: chat.seed.", count=1, of=9),
+        *PASSING.findings,
+    ),
 )

@@ -5,11 +5,15 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import re
+import shutil
 import socket
 import threading
 import time
+import traceback
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -35,11 +39,13 @@ if find_spec("hypothesis") is not None:
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from logprobe import LLM
     from logprobe.server import ServerSettings
 
+TESTS = Path(__file__).parent
+# Folder of tiny models that tests/core_models.py made for tests without torch.
+MADE_MODELS = os.environ.get("TINY_MODELS")
 CONTEXT_LEN = 128
 SHARED: list[LLM] = []  # the models shared by all files of a process
 
@@ -80,7 +86,60 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
+# Packages of extras that `make test-core` does without.
+OPTIONAL = ("torch", "transformers", "peft", "pyarrow", "pandas", "polars", "duckdb", "triton", "matplotlib")
+ABSENT = [name for name in OPTIONAL if find_spec(name) is None]
+LEFT_OUT: list[str] = []  # test files that import one of these
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out the test files that import a missing package of an extra."""
+    if not ABSENT or collection_path.suffix != ".py" or collection_path.name == "conftest.py":
+        return None
+    source = collection_path.read_text(encoding="utf-8")
+    if re.search(rf"^(import|from) ({'|'.join(ABSENT)})\b", source, re.MULTILINE) is None:
+        return None
+    LEFT_OUT.append(str(collection_path.relative_to(config.rootpath)))
+    return True
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """List the files that were left out."""
+    if LEFT_OUT:
+        what = f"{len(LEFT_OUT)} files were left out, because they import {', '.join(ABSENT)}"
+        terminalreporter.write_line(f"{what}: {' '.join(sorted(LEFT_OUT))}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Any:  # noqa: ARG001 - pytest's name
+    """Skip a test that itself imports a missing package of an extra."""
+    with skipping_absent():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: Any) -> Any:  # noqa: ARG001 - pytest's name
+    """Skip the tests of a fixture that itself imports a missing package of an extra."""
+    with skipping_absent():
+        return (yield)
+
+
+@contextmanager
+def skipping_absent() -> Iterator[None]:
+    """Skip if a file of the tests imports a missing package; in a file of the library, that is an error."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+        importer = next(file for file in reversed(files) if not file.startswith("<frozen"))
+        if error.name not in ABSENT or str(TESTS) not in importer:
+            raise
+        pytest.skip(f"{error.name} is not installed")
+
+
 def has_gpu() -> bool:
+    if "torch" in ABSENT:
+        return False
     import torch
 
     return torch.cuda.is_available()
@@ -171,8 +230,23 @@ def tiny_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_llama(tmp_path_factory.mktemp("tiny-llama"))
 
 
+def copy_made(name: str, folder: Path) -> bool:
+    """Copy a model that tests/core_models.py made to `folder`; False if models are made anew.
+
+    Without torch, tests of models that were not made are skipped.
+    """
+    if MADE_MODELS is None:
+        return False
+    if not (Path(MADE_MODELS) / name).exists():
+        pytest.skip(f"tests/core_models.py does not make {name}")
+    shutil.copytree(Path(MADE_MODELS) / name, folder, dirs_exist_ok=True)
+    return True
+
+
 def save_tiny_llama(folder: Path, **special: Any) -> Path:
     """Write the model of `tiny_model_folder`, with the settings in `special` changed."""
+    if copy_made("-".join(["llama", *(f"{name}={value}" for name, value in special.items())]), folder):
+        return folder
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -188,10 +262,16 @@ def save_tiny_llama(folder: Path, **special: Any) -> Path:
 @pytest.fixture(scope="session")
 def tiny_window_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Gemma 2 with 3 layers: sliding windows, soft-capped scores and logits, a tied head; no BOS."""
+    return save_tiny_gemma2(tmp_path_factory.mktemp("tiny-gemma2"))
+
+
+def save_tiny_gemma2(folder: Path) -> Path:
+    """Write the model of `tiny_window_folder`."""
+    if copy_made("gemma2", folder):
+        return folder
     import torch
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
-    folder = tmp_path_factory.mktemp("tiny-gemma2")
     config = Gemma2Config(
         vocab_size=save_tokenizer(folder, with_bos=False),
         num_hidden_layers=3,

@@ -175,7 +175,7 @@ AUDIT = (
     Audited(
         ("GET /v1/models", "GET /v1/models/{model:path}"),
         "a short reply, made anew on the event loop; nothing kept",
-        "as long as the operator's list (`lora`); a name is repeated shortened",
+        "as long as the operator's list (`lora_modules`); a name is repeated shortened",
         (
             "attacks/test_gets.py::test_as_many_gets_as_one_likes_hold_nobody_up",
             "attacks/test_words.py::test_nor_does_one_of_a_header",

@@ -7,25 +7,17 @@ import sys
 from textwrap import dedent
 from typing import TYPE_CHECKING
 
+import pytest
+
 if TYPE_CHECKING:
     from pathlib import Path
 
-PREAMBLE = """
-import sys
-from importlib.abc import MetaPathFinder
-
-class Missing(MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {packages}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
-
-sys.meta_path.insert(0, Missing())
-"""
+PREAMBLE = "import sys; sys.modules.update(dict.fromkeys({packages}))"  # with None, an import fails
 
 
 def run_without(*packages: str, code: str, exit_code: int = 0) -> str:
     """Run Python code in a process where these packages cannot be imported; return what it prints."""
-    source = PREAMBLE.format(packages=packages) + dedent(code)
+    source = PREAMBLE.format(packages=packages) + "\n" + dedent(code)
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False)
     assert done.returncode == exit_code, done.stderr
     return done.stdout + done.stderr
@@ -71,3 +63,35 @@ def test_without_pyarrow_a_data_set_is_refused_before_the_model_loads(tmp_path: 
         exit_code=1,
     )
     assert "pip install 'logprobe[arrow]'" in printed
+
+
+@pytest.mark.real_model
+def test_the_default_model_runs_without_torch_and_other_extras() -> None:
+    printed = run_without(
+        *("torch", "transformers", "peft", "pyarrow"),
+        code="""
+        from logprobe import LLM, SamplingParams
+
+        question = "The capital of France is"
+        with LLM("smollm2") as llm:
+            [output] = llm.generate(question, SamplingParams(max_tokens=1, temperature=0))
+            [score] = llm.score([(question, " Paris")])
+            layout = llm.engine.capabilities().layout
+        print(output.outputs[0].text, round(score.logprob, 2), layout.why_transformers)
+        """,
+    )
+    assert printed.split() == ["Paris", "-0.26", "None"]
+
+
+@pytest.mark.real_model
+def test_torch_is_not_imported_where_it_is_installed_but_not_needed() -> None:
+    printed = run_without(
+        code="""
+        import logprobe
+
+        with logprobe.LLM("smollm2") as llm:
+            llm.generate("a")
+        print([name for name in ("torch", "transformers", "pyarrow") if name in sys.modules])
+        """,
+    )
+    assert printed.split() == ["[]"]

@@ -360,12 +360,25 @@ def test_containers_say_what_they_hold(tiny_llm: LLM, tiny_model_folder: Path) -
     def facts(info: Any) -> dict[str, Any]:
         return {name: value for name, value in info.to_dict().items() if value is not None}
 
-    five = {"num_logprobs_asked": 5, "num_logprobs": 5, **source}
+    five = {"num_logprobs_asked": 5, "num_logprobs": 5, "generator": "philox4x64-10", **source}
     whole = {"num_logprobs_asked": -1, "num_logprobs": vocab_size, **source}
     assert facts(output.prompt_logprobs.info) == {"stages": ("raw",), **whole}
     assert facts(raw) == {"stages": ("raw",), **five}
     assert facts(processed) == {"stages": ("processed",), **five, **settings}
     assert facts(output.info) == {"stages": ("raw", "processed"), **five, **settings}
+
+
+def test_only_sampled_tokens_have_a_generator(tiny_llm: LLM) -> None:
+    def generators(**params: Any) -> list[str | None]:
+        output = tiny_llm.generate("the cat", SamplingParams(max_tokens=2, logprobs=0, **params))[0]
+        return [output.info.generator, output.outputs[0].logprobs.info.generator]
+
+    assert generators(temperature=1.0) == ["philox4x64-10"] * 2
+    assert generators(temperature=1.0, logprobs_mode="processed_logprobs") == ["philox4x64-10"] * 2
+    assert generators(temperature=0) == [None, None]
+    [score] = tiny_llm.score([("the cat", " and")])
+    assert score.record is not None
+    assert score.record.info.generator is None
 
 
 def test_processed_only_is_said_on_the_one_container(tiny_llm: LLM) -> None:

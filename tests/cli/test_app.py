@@ -171,7 +171,7 @@ def test_every_flag_has_a_help_text(name: str) -> None:
 @pytest.mark.parametrize(
     ("flag", "value", "named"),
     [
-        ("--device", "tpu", "--device: must be auto, cpu, cuda or cuda:0, got 'tpu'"),
+        ("--device", "tpu", "--device: must be auto, cpu, cuda or cuda:N, got 'tpu'"),
         ("--dtype", "int4", "--dtype: must be one of auto, float32"),
         ("--kv-cache-memory-bytes", "0", "--kv-cache-memory-bytes: must be a positive integer"),
         ("--weights", "int3", "--weights"),

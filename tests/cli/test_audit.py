@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from audit_samples import FAILING, NONCONFORMING, PASSING
+from audit_samples import CONFORMING, FAILING, HOSTILE, NONCONFORMING, PASSING
 from logprobe import SamplingParams
 from logprobe.analysis import write_rollouts
 from logprobe.analysis.auditing.report import AuditReport
-from logprobe.cli.verdicts import print_report
+from logprobe.cli.verdicts import print_conformance, print_report
 from logprobe.server import ServerSettings
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from logprobe import LLM
+    from logprobe.analysis.auditing.conformance import ConformanceReport
 
 KEY = "sk-very-secret"
 
@@ -62,9 +63,7 @@ def test_our_own_server_passes_and_its_report_goes_into_files(
     report, picture = tmp_path / "report.json", tmp_path / "numbers.png"
     flags = ("--model", str(tiny_model_folder), "--api-key-env", "TINY_KEY", "--quick")
     done = cli("audit", url, *flags, "-o", str(report), "--plot", str(picture))
-    first, second, *_ = done.out.splitlines()
-    assert first.startswith("numbers: PASS  worst "), done
-    assert second.startswith("API conformance: no fault")
+    assert done.out.startswith("numbers: PASS  worst "), done
     assert done.code == 0
     assert json.loads(report.read_text())["numbers"] == "PASS"
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -113,8 +112,8 @@ def test_what_is_asked_arrives(
     assert asked["endpoint"].timeout_s == 7
     assert asked["llm"].lora == asked["lora"] == "mine"
     assert asked["before"] == PASSING
-    names = ("model", "texts", "max_nats", "quick", "progress")
-    assert [asked[name] for name in names] == ["m", ["the cat", "the dog"], 0.5, False, None]
+    names = ("model", "texts", "max_nats", "quick")
+    assert [asked[name] for name in names] == ["m", ["the cat", "the dog"], 0.5, False]
 
 
 @pytest.mark.parametrize(
@@ -125,13 +124,9 @@ def test_what_is_asked_arrives(
         (replace(PASSING, max_nats=1e-6), (), 1),  # the report has 3e-6
         (replace(PASSING, errors=()), (), 1),  # nothing was compared
         (PASSING, ("--json",), 0),
-        (PASSING, ("--conformance",), 0),
-        (NONCONFORMING, (), 0),
-        (NONCONFORMING, ("--json",), 0),
-        (NONCONFORMING, ("--conformance",), 1),
     ],
 )
-def test_the_exit_code_is_that_of_the_numbers_and_of_conformance_on_request(
+def test_the_exit_code_is_that_of_the_numbers(
     report: AuditReport,
     flags: tuple[str, ...],
     code: int,
@@ -145,10 +140,38 @@ def test_the_exit_code_is_that_of_the_numbers_and_of_conformance_on_request(
     assert not flags or "--json" not in flags or AuditReport.from_dict(json.loads(done.out)) == report
 
 
+@pytest.mark.parametrize(("report", "code"), [(CONFORMING, 0), (NONCONFORMING, 1)])
+def test_conformance_is_a_report_of_its_own(
+    report: ConformanceReport,
+    code: int,
+    cli: Callable[..., Any],
+    tiny_model_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: dict[str, Any] = {}
+
+    def check(endpoint: Any, llm: Any, **given: Any) -> ConformanceReport:
+        asked.update(given, endpoint=endpoint, llm=llm)
+        return report
+
+    monkeypatch.setattr("logprobe.analysis.auditing.conformance.check_conformance", check)
+    words = ("audit", "http://127.0.0.1:1", "--model", str(tiny_model_folder), "--conformance")
+    done = cli(*words, "--endpoint-model", "m")
+    assert (done.code, asked["model"], asked["endpoint"].url) == (code, "m", "http://127.0.0.1:1")
+    kinds = "text-wrong, ignored" if code else "no fault"
+    assert done.out.startswith(f"API conformance: {kinds}\nhttp://127.0.0.1:8000, model m (")
+    assert "\x1b" not in done.out
+    assert HOSTILE not in done.out
+    assert done.out.rstrip().endswith("chat.n (whole)")
+    values = json.loads(cli(*words, "--json").out)
+    assert values["conformance"] == [one.kind for one in report.faults]
+
+
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
         ((), "--model"),
+        (("--model", "MODEL", "--conformance", "--before", "report.json"), "--before"),
         (("--model", "MODEL", "--lora", "mine"), "--lora"),
         (("--model", "MODEL", "--api-key-env", KEY), "--api-key-env"),
         (("--model", "MODEL", "--max-nat", "1"), "--max-nat"),
@@ -206,34 +229,37 @@ def test_a_picture_without_matplotlib_is_refused_before_any_request(
     assert "--plot" in done.error_line
 
 
-def test_the_first_lines_are_the_verdicts_and_steer_no_terminal(
+def test_the_first_line_is_the_verdict_and_steers_no_terminal(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     print_report(FAILING)
-    first, second, third, _, finding, evidence, correction, *rest = capsys.readouterr().out.splitlines()
+    first, second, _, finding, evidence, correction, *rest = capsys.readouterr().out.splitlines()
     assert first == "numbers: FAIL  worst 2.3100 nats (at most 0.01), temperature-unasked"
-    assert second == "API conformance: no fault, 1 note"
-    assert third.endswith("412 requests, 9,120 rows")
+    assert second.endswith("412 requests, 9,120 rows")
     assert finding.startswith("fault  temperature-unasked: Numbers are after a temperature of 0.7")
     assert finding.endswith("(138 of 140)")
     assert "row 0, ' Paris': theirs -0.1234, ours -0.4321" in evidence
     assert correction == "       to correct: multiply by 0.7, and normalise"
-    assert "\x1b" not in "".join([first, second, third, finding, evidence, correction, *rest])
+    assert "\x1b" not in "".join([first, second, finding, evidence, correction, *rest])
     facts = {line.split("  ")[0]: line.split("  ")[-1].strip() for line in rest if "  " in line}
-    assert facts["refused"] == "chat.min_p"
+    assert (
+        facts["steadiness"] == "steady in 2 of 4 circumstances; beside 8 others: up to 2.0e-06 from row 3 on"
+    )
+
+
+def test_an_api_of_which_every_field_is_applied_is_a_short_report(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    print_conformance(replace(CONFORMING, fields={"chat.n (whole)": "applied"}, findings=(), server=None))
+    assert capsys.readouterr().out == (
+        "API conformance: no fault\nhttp://127.0.0.1:8000, model m; 80 requests\n\n"
+    )
 
 
 def test_a_report_without_anything_still_has_a_verdict(capsys: pytest.CaptureFixture[str]) -> None:
-    bare = replace(PASSING, distributions={}, errors=(), steadiness=(), fields=(), findings=())
+    bare = replace(PASSING, distributions={}, errors=(), steadiness=(), findings=())
     print_report(bare)
     assert capsys.readouterr().out.startswith("numbers: FAIL  no number could be compared\n")
-
-
-def test_conformance_faults_are_a_list_beside_numbers_that_pass(capsys: pytest.CaptureFixture[str]) -> None:
-    print_report(NONCONFORMING)
-    first, second, *_ = capsys.readouterr().out.splitlines()
-    assert first == "numbers: PASS  worst 3.0e-06 nats (at most 0.01)"
-    assert second == "API conformance: text-wrong, ignored, 1 note"
 
 
 # -- rollouts ------------------------------------------------------------------------------------------------

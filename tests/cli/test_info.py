@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -27,10 +29,18 @@ def test_info_names_versions_devices_and_the_cache(
     assert found["kernels"]["cpu"] == "native"
     assert found["native"].keys() == {"variant", "version", "compiler", "digest"}
     assert found["native"]["version"] == logprobe.__version__
-    assert found["instructions"] == torch.backends.cpu.get_cpu_capability()
     assert found["threads"] == threads.num_threads()
     assert found["devices"][0] == "cpu"
     assert found["cache"] == str(tmp_path)
+
+
+def test_info_without_torch_names_no_gpus() -> None:
+    code = "import json; from logprobe.cli.info import facts; print(json.dumps(facts()))"
+    without = "import sys; sys.modules |= dict.fromkeys(('torch', 'transformers'))\n"
+    done = subprocess.run([sys.executable, "-c", without + code], capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout)
+    assert found["devices"] == ["cpu"]
+    assert found["kernels"]["cpu"] == "native"
 
 
 def test_the_table_has_one_line_a_fact(cli: Callable[..., Any]) -> None:

@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 
 from logprobe.errors import ParameterError
-from logprobe.records import FlatLogprobs, from_arrow, read_parquet, to_arrow, to_padded, write_parquet
+from logprobe.records import (
+    FlatLogprobs,
+    Logprob,
+    from_arrow,
+    read_parquet,
+    to_arrow,
+    to_padded,
+    write_parquet,
+)
 from logprobe.records.rows import EXTRAS
 
 if TYPE_CHECKING:
@@ -98,3 +106,29 @@ def test_kept_ids_of_another_number_are_refused_and_nothing_is_added(is_first: b
     assert record.to_bytes() == before
     record.append_rows(*rows, kept=([0, 1], [1]), **beside)
     assert len(record.given or ()) == len(record.kept or ()) == len(record.extras["entropy"]) == len(record)
+
+
+@pytest.mark.parametrize("step", [1, -1, 2])
+def test_a_slice_has_what_stands_beside_its_positions(step: int) -> None:
+    record, rows = FlatLogprobs([None]), ([[7, 1]], [[-1.0, -0.5]], [2])
+    entropies, kept, given = [np.nan], [[]], [None]
+    for position in range(8):
+        if position in {2, 3, 5}:
+            beside = {"kept": ([0, 2], [position, 9]), "given": ([0, 1], [position], [-3.0], [4])}
+            record.append_rows(*rows, entropy=[position], **beside)
+            entropies.append(position)
+            kept.append([position, 9])
+            given.append({position: Logprob(-3.0, 4)})
+        else:
+            record.append_rows(*rows)
+            entropies.append(np.nan)
+            kept.append([])
+            given.append(None)
+    for start in range(10):
+        for stop in range(10):
+            place = slice(start, stop, step)
+            part = record[place]
+            assert part.kept is not None
+            np.testing.assert_array_equal(part.extras["entropy"], np.float32(entropies[place]))
+            assert [ids.tolist() for ids in part.kept] == kept[place]
+            assert part.given == given[place]

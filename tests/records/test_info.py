@@ -14,6 +14,7 @@ def test_an_info_survives_json_and_equals_by_value() -> None:
         num_logprobs_asked=-1,
         num_logprobs=49_152,
         temperature=0.7,
+        generator="philox4x64-10",
         model="smollm2",
         verified_against="reference",
     )

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from logprobe._lazy import lazy_names
 
 if TYPE_CHECKING:
+    from logprobe.analysis.auditing.conformance import ConformanceReport as ConformanceReport
+    from logprobe.analysis.auditing.conformance import check_conformance as check_conformance
     from logprobe.analysis.auditing.endpoint import Endpoint as Endpoint
     from logprobe.analysis.auditing.report import AuditReport as AuditReport
     from logprobe.analysis.auditing.run import audit as audit
@@ -55,6 +57,7 @@ _HOMES = {
     "Baseline": ".baseline.models",
     "Classification": ".labels",
     "Comparison": ".comparison",
+    "ConformanceReport": ".auditing.conformance",
     "DataSettings": ".datasets.settings",
     "DistilSettings": ".distillation.settings",
     "DistilSummary": ".distillation.run",
@@ -79,6 +82,7 @@ _HOMES = {
     "Unit": ".texts",
     "audit": ".auditing.run",
     "binoculars": ".detection",
+    "check_conformance": ".auditing.conformance",
     "compare": ".comparison",
     "compare_rollouts": ".rollouts",
     "compare_stored": ".comparison",

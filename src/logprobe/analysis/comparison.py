@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from logprobe.analysis.scorer import Scorer
     from logprobe.analysis.texts import ScoredText
+    from logprobe.records.info import LogprobsInfo
     from logprobe.records.values import IntArray
 
     Floats = NDArray[np.float64]
@@ -322,6 +323,7 @@ class WholeRows(NamedTuple):
 
     rows: NDArray[np.float32]  # (M, V) nats
     token_logprobs: Floats  # (M,) nats
+    info: LogprobsInfo | None  # what computed the rows
 
 
 class TokenPart(NamedTuple):
@@ -345,7 +347,7 @@ def whole_scores(llm: Scorer, pair: tuple[IntArray, IntArray]) -> WholeRows:
     """Score a (context, continuation) pair; return the whole-vocabulary rows at the continuation's tokens."""
     (score,) = llm.score([pair], logprobs=-1)
     assert score.record is not None
-    return WholeRows(whole_rows(score.record), np.array(score.token_logprobs))
+    return WholeRows(whole_rows(score.record), np.array(score.token_logprobs), score.record.info)
 
 
 def whole_parts(

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeGuard
 import numpy as np
 
 from logprobe.analysis import measures
-from logprobe.analysis.auditing.distributions import Shaping, distributions, fitted_temperature, tempered
 from logprobe.analysis.comparison import CLIP, POSITIONS_A_CALL, whole_parts
+from logprobe.analysis.distributions import Shaping, distributions, fitted_temperature, tempered
 from logprobe.analysis.rollout_files import Rollout, read_rollouts
 from logprobe.analysis.statistics import Spread, effective_share
 from logprobe.errors import InputError, require
@@ -54,7 +54,7 @@ class Mismatch:
     kl: Spread  # KL(q ‖ p) per position
     total_variation: Spread
     # True if `kl` and `total_variation` use all tokens. If False, all tokens that were not reported are
-    # lumped # into one, so both are lower bounds.
+    # lumped into one, so both are lower bounds.
     is_whole: bool
     token_ratio: Spread
     sequence_ratio: Spread  # product of the token ratios of a completion

@@ -17,7 +17,7 @@ from logprobe.cli.command import naming
 from logprobe.cli.data import FormatOption, LimitOption, LinesOption, TextColumnOption, read_texts
 from logprobe.cli.options import MODEL_HELP, JsonOption, LoadFlags, complete_model, open_llm
 from logprobe.cli.tables import console
-from logprobe.cli.verdicts import print_report, print_rollouts
+from logprobe.cli.verdicts import print_conformance, print_report, print_rollouts
 from logprobe.errors import InputError, OutputError
 
 if TYPE_CHECKING:
@@ -33,6 +33,9 @@ STORED: Final = ".parquet"
 OF_ENDPOINTS: Final = (
     *("endpoint_model", "data", "text_column", "lines", "format", "limit", "api_key_env", "timeout_s"),
     *("before", "quick", "conformance", "plot"),
+)
+OF_NUMBERS: Final = (
+    *("lora", "data", "text_column", "lines", "format", "limit", "before", "quick", "plot", "max_nats"),
 )
 OF_ROLLOUTS: Final = ("trainer", "temperature", "top_k", "top_p", "min_p")
 ENDPOINT_HELP: Final = (
@@ -100,7 +103,7 @@ def audit(
     max_nats: Annotated[float, _output(help="Maximum error of a log-probability, in nats.")] = 1e-3,
     quick: Annotated[bool, _endpoint("--quick", help="Test fewer prompts and conditions.")] = False,
     conformance: Annotated[
-        bool, _endpoint("--conformance", help="Also exit with 1 for faults in API conformance.")
+        bool, _endpoint("--conformance", help="Check the API's fields, texts and bytes instead.")
     ] = False,
     temperature: Annotated[
         float | None,
@@ -126,18 +129,20 @@ def audit(
 ) -> None:
     """Check the log-probabilities of a server or of rollouts.
 
-    The exact log-probabilities are computed by a local model. For a server, the audit gives two verdicts.
-    Numbers, PASS or FAIL: which distribution the log-probabilities are from, how large their errors are, and
-    whether they change in batches, in streams or with the length of the prompt. API conformance: a list of
-    faults, such as fields that are accepted but ignored.
+    The exact log-probabilities are computed by a local model. For a server, the verdict is PASS or FAIL:
+    which distribution the log-probabilities are from, how large their errors are, and whether they are the
+    same in batches, streams and prompts of all lengths. With --conformance, the API is checked instead of the
+    numbers: fields that are accepted but ignored, and tokens with the text or bytes of another.
 
     For stored rollouts of a sampler, the audit compares them with a trainer's log-probabilities of the same
     tokens, and says which correction to apply.
 
-    Exit code 1 if the numbers fail: they have a fault, or an error larger than --max-nats.
+    Exit code 1 if the numbers fail: they have a fault, or an error larger than --max-nats. With
+    --conformance, exit code 1 for any fault.
 
     Examples:
         logprobe audit http://127.0.0.1:8000 --model smollm2 -o report.json
+        logprobe audit http://127.0.0.1:8000 --model smollm2 --conformance
         logprobe audit rollouts.parquet --model ./step-100 --temperature 0.8 --top-p 0.95
         logprobe audit rollouts.parquet trainer.parquet
     """
@@ -158,6 +163,8 @@ def audit(
         raise typer.BadParameter("missing; name the model for the exact numbers", param_hint="--model")
     named = _named_folder(lora)
     report: Any
+    from logprobe.analysis.auditing.endpoint import Endpoint
+
     if is_stored:
         from logprobe.analysis.rollouts import compare_rollouts
 
@@ -165,8 +172,16 @@ def audit(
         with naming(rollouts="ROLLOUTS.parquet", other="--model"), _opened(model, named, engine) as llm:
             report = compare_rollouts(endpoint, trainer or llm, **drawn)
         is_right, show = report.is_right(max_nats), partial(print_rollouts, report, max_nats)
+    elif conformance:
+        _refuse(context, OF_NUMBERS, "does not apply to --conformance")
+        from logprobe.analysis.auditing.conformance import check_conformance
+
+        with naming(**FLAGS):
+            server = Endpoint(endpoint, api_key=_key(api_key_env), timeout_s=timeout_s)
+            with _opened(model, named, engine) as llm, _status() as progress:
+                report = check_conformance(server, llm, model=endpoint_model, progress=progress)
+        is_right, show = not report.faults, partial(print_conformance, report)
     else:
-        from logprobe.analysis.auditing.endpoint import Endpoint
         from logprobe.analysis.auditing.run import audit as run
 
         asked: dict[str, Any] = {
@@ -178,10 +193,9 @@ def audit(
         }
         with naming(**FLAGS):
             server = Endpoint(endpoint, api_key=_key(api_key_env), timeout_s=timeout_s)
-            with _opened(model, named, engine) as llm, _bar() as progress:
+            with _opened(model, named, engine) as llm, _status() as progress:
                 report = run(server, llm, lora=named[0], progress=progress, **asked)
-        is_right = report.numbers == "PASS" and not (conformance and report.faults("conformance"))
-        show = partial(print_report, report)
+        is_right, show = report.numbers == "PASS", partial(print_report, report)
         _write(plot, report.plot)
     values = json.dumps(report.to_dict())
     _write(output, lambda path: path.write_text(values, encoding="utf-8"))
@@ -254,19 +268,7 @@ def _write(path: Path | None, write: Callable[[Path], object]) -> None:
 
 
 @contextmanager
-def _bar() -> Iterator[Callable[[int, int, str], None] | None]:
-    """Show a progress bar over requests on standard error; yield None if it is not a terminal."""
-    screen = console(stderr=True)
-    if not screen.is_terminal:
-        yield None
-        return
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=screen, transient=True) as bar:
-        task = bar.add_task("starting", total=None)
-
-        def advance(done: int, total: int, what: str) -> None:
-            bar.update(task, completed=done, total=total, description=f"{done}/{total} {what}")
-
-        yield advance
+def _status() -> Iterator[Callable[[int, str], None]]:
+    """Show the number of requests and the current check on standard error, if it is a terminal."""
+    with console(stderr=True).status("starting") as status:
+        yield lambda done, what: status.update(f"{done} requests, {what}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 from dataclasses import asdict
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
 
 import typer
@@ -49,8 +49,6 @@ def info(
 
 def facts() -> dict[str, Any]:
     """Return the facts about the installation that `info` prints."""
-    import torch
-
     from logprobe.kernels import kernel_info
     from logprobe.kernels.info import native_library
     from logprobe.kernels.threads import num_threads
@@ -60,8 +58,8 @@ def facts() -> dict[str, Any]:
         "logprobe": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        **{library: version(library) for library in LIBRARIES},
-        "devices": ["cpu"] + [torch.cuda.get_device_name(gpu) for gpu in range(torch.cuda.device_count())],
+        **{library: _version(library) for library in LIBRARIES},
+        "devices": ["cpu", *_gpus()],
         "kernels": kernel_info(),
         "native": native
         and {
@@ -70,10 +68,25 @@ def facts() -> dict[str, Any]:
             "compiler": native.compiler,
             "digest": native.digest,
         },
-        "instructions": torch.backends.cpu.get_cpu_capability(),
         "threads": num_threads(),
         "cache": str(home()),
     }
+
+
+def _version(library: str) -> str | None:
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return None
+
+
+def _gpus() -> list[str]:
+    """Return the names of the GPUs that torch finds; none without torch."""
+    try:
+        import torch
+    except ImportError:
+        return []
+    return [torch.cuda.get_device_name(gpu) for gpu in range(torch.cuda.device_count())]
 
 
 def model_facts(model: str, **engine: Any) -> dict[str, Any]:
@@ -97,6 +110,8 @@ def model_facts(model: str, **engine: Any) -> dict[str, Any]:
 
 
 def _line(value: Any) -> str:
+    if value is None:
+        return "not installed"
     if isinstance(value, dict):
         return ", ".join(f"{key}: {_line(part)}" for key, part in value.items())
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

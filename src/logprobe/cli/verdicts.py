@@ -11,41 +11,62 @@ from logprobe.cli.tables import console, figure_lines, print_facts
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from logprobe.analysis.auditing.conformance import ConformanceReport
     from logprobe.analysis.auditing.report import AuditReport, Finding
     from logprobe.analysis.rollouts import RolloutReport
 
 
 def print_report(report: AuditReport) -> None:
-    """Print both verdicts, the findings with one example each, and further measurements."""
-    from logprobe.analysis.auditing import words
+    """Print the verdict, the findings with one row of evidence each, and further measurements."""
+    from logprobe.analysis.auditing.words import nats
 
     screen = console()
     colour = "bold green" if report.numbers == "PASS" else "bold red"
-    first = Text.assemble("numbers: ", (report.numbers, colour), f"  {words.numbers_summary(report)}")
-    screen.print(first, soft_wrap=True)
-    screen.print(f"API conformance: {words.conformance_summary(report)}", soft_wrap=True)
-    screen.print(_plain(words.audited(report)), soft_wrap=True)
-    for finding in report.findings:
-        screen.print()
-        for line in _finding_lines(finding):
-            screen.print(line, soft_wrap=True)
-    screen.print()
+    words = "no number could be compared"
+    if report.errors:
+        worst = f"worst {nats(report.worst_nats)} nats (at most {report.max_nats:g})"
+        words = ", ".join([worst, *(finding.kind for finding in report.faults)])
+    screen.print(Text.assemble("numbers: ", (report.numbers, colour), f"  {words}"), soft_wrap=True)
+    lora = f", LoRA {report.lora}" if report.lora else ""
+    server = f" ({report.server})" if report.server else ""
+    counts = f"{report.requests:,} requests, {report.rows:,} rows"
+    line = f"{report.endpoint}, model {report.model}{lora}{server}; {counts}"
+    screen.print(_plain(line), soft_wrap=True)
+    _print_findings(report.findings)
     if facts := [[name, _plain(value)] for name, value in _facts(report)]:
         print_facts(facts)
 
 
-def _finding_lines(finding: Finding) -> Iterator[Text]:
-    from logprobe.analysis.auditing.words import numbers_of, place_of
+def print_conformance(report: ConformanceReport) -> None:
+    """Print the kinds of faults, the findings, and the fields that are not applied."""
+    screen = console()
+    kinds = ", ".join(finding.kind for finding in report.faults) or "no fault"
+    screen.print(f"API conformance: {kinds}", soft_wrap=True)
+    server = f" ({report.server})" if report.server else ""
+    line = f"{report.endpoint}, model {report.model}{server}; {report.requests:,} requests"
+    screen.print(_plain(line), soft_wrap=True)
+    _print_findings(report.findings)
+    answers = _grouped((answer.partition(":")[0], name) for name, answer in report.fields.items())
+    if facts := [[answer, ", ".join(names)] for answer, names in answers if answer != "applied"]:
+        print_facts(facts)
 
-    style = "red" if finding.severity == "fault" else "yellow"
-    extent = f"  ({finding.count:,} of {finding.of:,})" if finding.of > 1 else ""
-    yield Text.assemble(
-        (f"{finding.severity:<5}", style), f"  {finding.kind}: {_plain(finding.title)}{extent}"
-    )
-    for row in finding.evidence[:1]:
-        yield Text(f"       {_plain(place_of(row))}: {_plain(numbers_of(row))}")
-    if finding.correction is not None:
-        yield Text(f"       to correct: {_plain(finding.correction)}")
+
+def _print_findings(findings: Iterable[Finding]) -> None:
+    from logprobe.analysis.auditing.words import evidence_words
+
+    screen = console()
+    for finding in findings:
+        style = "red" if finding.severity == "fault" else "yellow"
+        extent = f"  ({finding.count:,} of {finding.of:,})" if finding.of > 1 else ""
+        title = f"  {finding.kind}: {_plain(finding.title)}{extent}"
+        lines = [Text.assemble((f"{finding.severity:<5}", style), title)]
+        lines += [Text(f"       {_plain(evidence_words(row))}") for row in finding.evidence[:1]]
+        if finding.correction is not None:
+            lines.append(Text(f"       to correct: {_plain(finding.correction)}"))
+        screen.print()
+        for text in lines:
+            screen.print(text, soft_wrap=True)
+    screen.print()
 
 
 def _facts(report: AuditReport) -> Iterator[tuple[str, str]]:
@@ -54,15 +75,11 @@ def _facts(report: AuditReport) -> Iterator[tuple[str, str]]:
     for distribution, asks in _grouped((name, ask) for ask, name in report.distributions.items()):
         others = f" and {len(asks) - 1} more" if asks[1:] else ""
         yield "distribution", f"{words.distribution_words(distribution)}: {asks[0]}{others}"
-    of_all = {
-        "errors": words.errors_words(report, "chosen"),
-        "": words.errors_words(report, "alternatives"),
+    lines = {
+        "errors": words.errors_words(report),
         "steadiness": words.steadiness_words(report),
     }
-    yield from ((name, line) for name, line in of_all.items() if line is not None)
-    for answer, fields in _grouped((row.answer, row.field) for row in report.fields):
-        if answer != "answered":
-            yield answer, ", ".join(dict.fromkeys(fields))
+    yield from ((name, line) for name, line in lines.items() if line is not None)
 
 
 def _grouped(pairs: Iterable[tuple[str, str]]) -> Iterable[tuple[str, list[str]]]:

@@ -1,4 +1,13 @@
-"""The names in `vllm.logprobs`: `Logprob`, `FlatLogprobs`, and functions that make and extend containers."""
+"""The names in `vllm.logprobs`: `Logprob`, `FlatLogprobs`, and functions that make and extend containers.
+
+Differences from vLLM:
+
+- `flat.token_ids` and the other columns: lists created on first read; changing such a list does not change
+  the record. `flat.arrays` returns NumPy arrays
+- `create_prompt_logprobs(True)[0]`: None, as in list form; vLLM gives `{}`
+- `rank` among equally likely tokens: 1 plus the number of more likely tokens; vLLM counts the tokens that are
+  at least as likely
+"""
 
 from __future__ import annotations
 

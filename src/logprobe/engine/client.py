@@ -8,8 +8,6 @@ from contextlib import aclosing, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar
 
-import numpy as np
-
 from logprobe.engine.request import CompletionOutput, RequestOutput, Requests
 from logprobe.engine.truncation import check_truncation, cut_prompt, joined_output
 from logprobe.errors import BatchError, LogprobeError, ParameterError, require
@@ -18,7 +16,7 @@ from logprobe.sampling.params import COUNTS
 from logprobe.text.chat import ANSWER, as_conversations, lay_out, read_messages
 from logprobe.text.edge import as_token_ids
 from logprobe.text.pieces import Cutter
-from logprobe.text.prompts import is_prompt_dict, plain_prompt
+from logprobe.text.prompts import as_prompts, is_prompt_dict, plain_prompt, text_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
@@ -97,7 +95,7 @@ class Client:
         may_cut = truncation != "error"
         if may_cut:
             check_truncation(truncation)
-        many = _as_prompts(prompts)
+        many = as_prompts(prompts)
         asked, requests = self._asked(params, len(many)), self.requests.of_one_call()
         limit = self.engine.capabilities().max_model_len
 
@@ -119,7 +117,7 @@ class Client:
                 output, *windows = (next(ended) for _ in parts)
                 if windows:
                     output = joined_output(output, windows, ids)
-            output.prompt = _text_of(prompt)
+            output.prompt = text_of(prompt)
             outputs.append(output)
         return checked(outputs, on_error)
 
@@ -148,7 +146,7 @@ class Client:
         add_special_tokens: bool = True,
     ) -> AsyncGenerator[RequestOutput]:
         """Generate from one prompt; yield the same output object each time it has grown (`LLM.stream`)."""
-        prompts, [asked] = _as_prompts(prompt), self._asked(params, 1)
+        prompts, [asked] = as_prompts(prompt), self._asked(params, 1)
         require(len(prompts) == 1, "prompt", "must be one string, list of token ids or dict", got=prompt)
         require(not asked.picks_best, "best_of", "cannot be streamed; leave it out, or use generate")
         [only] = prompts
@@ -158,7 +156,7 @@ class Client:
         ids = self._as_ids(plain_prompt(only), add_special_tokens=add_special_tokens)
         async with aclosing(self._grow(ids, asked)) as outputs:
             async for output in outputs:
-                output.prompt = _text_of(only)
+                output.prompt = text_of(only)
                 for completion in output.outputs:
                     piece = cutters[completion.index].take(completion)
                     completion.text += "" if piece is None else piece.text
@@ -308,20 +306,3 @@ def checked(outputs: list[Result], on_error: OnError) -> list[Result]:
     if errors and on_error == "raise":
         raise BatchError(outputs, errors) from next(iter(errors.values()))
     return outputs
-
-
-def _text_of(prompt: Prompt) -> str | None:
-    """Return the text of a prompt that is a text, or a dict with a text and token ids."""
-    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-    return text if isinstance(text, str) else None
-
-
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    is_list = isinstance(prompts, Sequence | np.ndarray)
-    known = "must be a string, a list of token ids, a dict of one of the two, or a list of these"
-    require(is_list, "prompts", known, got=prompts)
-    if len(prompts) and isinstance(prompts[0], int | np.integer):
-        return [prompts]  # type: ignore[list-item]  # one prompt of ids
-    return prompts  # type: ignore[return-value]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from logprobe.engine.plan.sample import GENERATOR
 from logprobe.engine.request import RequestOutput, end_with_error, keep_best
 from logprobe.records import FlatLogprobs
 from logprobe.records.rows import EXTRAS
@@ -86,6 +87,7 @@ class Describer:
             output.prompt_logprobs.info = self._of_prompt(source, request)
         if params.logprobs is None:
             return
+        source = _with_generator(source, request)
         infos = [self._of_completion(source, params, (stage,)) for stage in STAGES[params.logprobs_mode]]
         for completion in output.outputs:
             records = (completion.logprobs, completion.processed_logprobs)
@@ -128,13 +130,19 @@ class Describer:
         if request.wants_row:
             return self._of(source, -1, stages=("raw",))
         if params.logprobs is not None:
-            return self._of_completion(source, params, STAGES[params.logprobs_mode])
+            return self._of_completion(_with_generator(source, request), params, STAGES[params.logprobs_mode])
         return None if params.prompt_logprobs is None else self._of_prompt(source, request)
 
     def _of(self, source: LogprobsInfo, asked: int | None, **fields: Any) -> LogprobsInfo:
         assert asked is not None, "only requested log-probabilities are described"
         delivered = self._vocab_size if asked == -1 else min(asked, self._vocab_size)
         return msgspec.structs.replace(source, num_logprobs_asked=asked, num_logprobs=delivered, **fields)
+
+
+def _with_generator(source: LogprobsInfo, request: Request) -> LogprobsInfo:
+    """Add the name of the random number generator, if the request's tokens are sampled with it."""
+    is_sampled = request.forced_token_ids is None and not request.params.is_greedy
+    return msgspec.structs.replace(source, generator=GENERATOR) if is_sampled else source
 
 
 class OutputBuilder:

@@ -368,7 +368,7 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
     @property
     def extras(self) -> dict[str, Array]:
         """Extra columns by name, each of shape (T,); NaN where a value is missing."""
-        return self.rows.extras(len(self))
+        return self.rows.extras(0, len(self))
 
     @property
     def entropy(self) -> Array | None:
@@ -388,12 +388,12 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
     @property
     def kept(self) -> IdLists | None:
         """Token ids that masks and truncation kept at each position, ascending; None if not requested."""
-        return self.rows.kept(len(self))
+        return self.rows.kept(0, len(self))
 
     @property
     def given(self) -> FlatLogprobs | None:
         """Record of the caller-specified token ids at each position; None if there are none."""
-        rows = self.rows.given(len(self))
+        rows = self.rows.given(0, len(self))
         return None if rows is None else FlatLogprobs.of(rows)
 
     @property

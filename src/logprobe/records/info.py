@@ -24,6 +24,9 @@ class LogprobsInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
+    # Random number generator that tokens were sampled with; "philox4x64-10" is NumPy's Philox. None: greedy
+    # decoding, or the tokens were given.
+    generator: str | None = None
     logits_dtype: str | None = None  # such as "float32"
     engine: str | None = None
     model: str | None = None

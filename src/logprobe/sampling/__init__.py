@@ -12,4 +12,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Sampler", "SamplingParams"]
 
-__getattr__ = lazy_names(__name__, {"Sampler": ".sampler"})  # loads torch
+__getattr__ = lazy_names(__name__, {"Sampler": ".sampler"})  # loads the kernels

@@ -14,7 +14,8 @@ import numpy as np
 
 from logprobe.kernels.draw.api import draw, truncated_
 from logprobe.kernels.draw.params import Drawn, DrawParams
-from logprobe.kernels.extraction.api import check_requests, extract_checked
+from logprobe.kernels.extraction.api import extract_checked
+from logprobe.kernels.extraction.requests import check_requests
 from logprobe.kernels.placement import as_rows
 from logprobe.records.rows import DeviceRows, HostRows
 from logprobe.sampling.kept import kept_ids, log_kept_mass

@@ -111,10 +111,12 @@ def is_processed(record: FlatLogprobs) -> bool:
     return record.info is not None and "processed" in record.info.stages
 
 
-def legacy_logprobs(service: Service, piece: CompletionPiece) -> dict[str, Any] | None:
+def legacy_logprobs(
+    service: Service, piece: CompletionPiece, *, has_ranks: bool = False
+) -> dict[str, Any] | None:
     """Return the completions `logprobs` object for all tokens in a piece, with requested extensions.
 
-    Returns None if logprobs were not requested.
+    With `has_ranks`, it has the rank of each token. Returns None if logprobs were not requested.
     """
     record = piece.completion.logprobs
     if record is None:
@@ -124,6 +126,8 @@ def legacy_logprobs(service: Service, piece: CompletionPiece) -> dict[str, Any] 
     fields: dict[str, Any] = {"tokens": [tokens.token_text(token_id) for token_id in ids]}
     fields |= completion_rows(record[piece.start : piece.stop], tokens)
     fields["text_offset"] = piece.offsets
+    if has_ranks:
+        fields["ranks"] = record[piece.start : piece.stop].chosen_entries().rank_list()
     other = piece.completion.processed_logprobs
     if other is not None:
         fields["processed"] = completion_rows(other[piece.start : piece.stop], tokens)

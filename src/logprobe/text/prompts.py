@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+import numpy as np
 
 from logprobe.errors import ParameterError, require
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from logprobe.records.values import IntArray
 
     Prompt: TypeAlias = str | Sequence[int] | IntArray | Mapping[str, Any]
@@ -41,3 +41,25 @@ def plain_prompt(prompt: Any) -> Any:
         isinstance(text, str), "prompt", "must have the key prompt (a text) or prompt_token_ids", got=prompt
     )
     return text
+
+
+def text_of(prompt: Prompt) -> str | None:
+    """Return the text of a prompt that is a text, or a dict with a text and token ids."""
+    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+    return text if isinstance(text, str) else None
+
+
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """Return the prompts of a call as a list; one prompt is a list with it.
+
+    Raises:
+        ParameterError: `prompts` is neither a prompt nor a list.
+    """
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    is_list = isinstance(prompts, Sequence | np.ndarray)
+    known = "must be a string, a list of token ids, a dict of one of the two, or a list of these"
+    require(is_list, "prompts", known, got=prompts)
+    if len(prompts) and isinstance(prompts[0], int | np.integer):
+        return [prompts]  # type: ignore[list-item]  # one prompt of ids
+    return prompts  # type: ignore[return-value]

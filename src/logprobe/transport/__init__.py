@@ -1,6 +1,6 @@
 """Transport of log-probability rows from the engine to readers, between devices, threads and processes.
 
-`AsyncCPUTransfer` is imported on first use, because it needs torch.
+`AsyncCPUTransfer` is imported on first use.
 """
 
 from __future__ import annotations

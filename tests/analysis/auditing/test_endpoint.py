@@ -104,7 +104,7 @@ def test_a_server_that_never_answers(tiny_llm: LLM) -> None:
 
 
 def test_a_server_that_never_answers_one_form_is_asked_no_other(tiny_llm: LLM) -> None:
-    facts = [reply(b"{}")] * 3  # its models, version and properties
+    facts = [reply(b"{}")]  # its models
     held = threading.Event()
     asked = []
 

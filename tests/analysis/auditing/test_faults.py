@@ -11,7 +11,8 @@ from audit_proxy import FAULTS, faulty
 from conftest import save_adapters, save_tiny_llama
 from logprobe import LLM
 from logprobe.analysis import AuditReport, Endpoint, audit
-from logprobe.analysis.auditing.report import NUMBER_KINDS
+from logprobe.analysis.auditing.conformance import ConformanceReport, check_conformance
+from logprobe.analysis.auditing.report import CONFORMANCE_KINDS
 from logprobe.server import ServerSettings
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ LORA = "wide"
 TEXTS = ("The harbour was quiet in the early light.", "Q: What is the capital of France?\nA:", "à Paris 🌊")
 OF_TWO_AUDITS = {"stale_weights", "changed"}
 OF_LORA = {"lora_prompt"}
+OF_CONFORMANCE = {name for name, fault in FAULTS.items() if fault.kind in CONFORMANCE_KINDS}
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,10 @@ class Served:
             return audit(
                 Endpoint(address), asked.pop("llm", llm), lora=lora, texts=TEXTS, quick=True, **asked
             )
+
+    def check_conformance(self, fault: str | None) -> ConformanceReport:
+        with faulty(self.url, fault) as address:
+            return check_conformance(address, self.llm, model="base")
 
 
 @pytest.fixture(scope="module")
@@ -69,17 +75,17 @@ def before(served: Served) -> AuditReport:
     return served.audit(None)
 
 
-def faults(report: AuditReport) -> list[Finding]:
+def faults(report: AuditReport | ConformanceReport) -> list[Finding]:
     return [finding for finding in report.findings if finding.severity == "fault"]
 
 
-def kinds(report: AuditReport) -> list[str]:
+def kinds(report: AuditReport | ConformanceReport) -> list[str]:
     return [finding.kind for finding in faults(report)]
 
 
-def check_named(report: AuditReport, fault: str) -> None:
+def check_named(report: AuditReport | ConformanceReport, fault: str) -> None:
     told = FAULTS[fault]
-    assert report.numbers == ("FAIL" if NUMBER_KINDS.keys() & kinds(report) else "PASS")
+    assert isinstance(report, ConformanceReport) or report.numbers == "FAIL"
     assert told.kind in kinds(report), report.findings
     assert {*kinds(report)} <= {told.kind} | told.also
     (finding,) = [finding for finding in faults(report) if finding.kind == told.kind]
@@ -130,9 +136,19 @@ def test_new_weights_that_are_served_are_no_fault(
         assert faults(audit(Endpoint(address), served.new, texts=TEXTS, before=before, quick=True)) == []
 
 
-@pytest.mark.parametrize("fault", sorted(FAULTS.keys() - OF_TWO_AUDITS - OF_LORA))
+@pytest.mark.parametrize("fault", sorted(FAULTS.keys() - OF_TWO_AUDITS - OF_LORA - OF_CONFORMANCE))
 def test_a_fault_is_named(served: Served, fault: str) -> None:
     check_named(served.audit(fault), fault)
+
+
+@pytest.mark.parametrize("fault", sorted(OF_CONFORMANCE))
+def test_a_fault_of_the_api_is_named_and_leaves_the_numbers_alone(served: Served, fault: str) -> None:
+    check_named(served.check_conformance(fault), fault)
+    assert served.audit(fault).numbers == "PASS"
+
+
+def test_an_api_without_faults_conforms(served: Served) -> None:
+    assert faults(served.check_conformance(None)) == []
 
 
 def test_prompt_rows_of_the_base_model_are_named(served: Served) -> None:

@@ -24,8 +24,8 @@ def test_openai_completions() -> None:
     value = {"choices": [{"text": " cd", "logprobs": logprobs}], "usage": {"completion_tokens": 2}}
     found = reply_of("completions", value)
     assert found.completion == (
-        Row(Entry(-1.0, None, " c"), (Entry(-1.0, None, " c"), Entry(-3.0, None, " d")), is_map=True),
-        Row(Entry(-2.5, 7), None, is_map=True),
+        Row(Entry(-1.0, None, " c"), (Entry(-1.0, None, " c"), Entry(-3.0, None, " d"))),
+        Row(Entry(-2.5, 7), None),
     )
     assert (found.text, found.num_completion_tokens) == (" cd", 2)
 
@@ -34,8 +34,8 @@ def test_an_echo_is_split_where_the_generated_tokens_begin() -> None:
     logprobs = {"tokens": ["a", " b", " c"], "token_logprobs": [None, -2, -3], "top_logprobs": None}
     value = {"choices": [{"text": "a b c", "logprobs": logprobs}], "usage": {"completion_tokens": 1}}
     found = reply_of("echo", value, max_tokens=1)
-    assert found.prompt == (None, Row(Entry(-2.0, None, " b"), None, is_map=True))
-    assert found.completion == (Row(Entry(-3.0, None, " c"), None, is_map=True),)
+    assert found.prompt == (None, Row(Entry(-2.0, None, " b"), None))
+    assert found.completion == (Row(Entry(-3.0, None, " c"), None),)
 
 
 def test_an_echo_that_counts_a_token_without_a_row_keeps_the_prompts_rows() -> None:
@@ -43,7 +43,7 @@ def test_an_echo_that_counts_a_token_without_a_row_keeps_the_prompts_rows() -> N
     logprobs = {"tokens": ["a", " b"], "token_logprobs": [None, -2], "top_logprobs": None}
     choice = {"text": "", "logprobs": logprobs, "token_ids": [9], "prompt_token_ids": [3, 4]}
     found = reply_of("echo", {"choices": [choice], "usage": {"completion_tokens": 1}}, max_tokens=0)
-    assert found.prompt == (None, Row(Entry(-2.0, None, " b"), None, is_map=True))
+    assert found.prompt == (None, Row(Entry(-2.0, None, " b"), None))
     assert found.completion == ()
 
 
@@ -60,9 +60,7 @@ def test_prompt_rows_of_vllm() -> None:
     assert found.prompt_ids == (3, 9)
     assert found.prompt is not None
     assert found.prompt[0] is None
-    assert found.prompt[1] == Row(
-        Entry(-4.0, 9, " b"), (Entry(-4.0, 9, " b"), Entry(-0.5, 5, " x")), is_map=True
-    )
+    assert found.prompt[1] == Row(Entry(-4.0, 9, " b"), (Entry(-4.0, 9, " b"), Entry(-0.5, 5, " x")))
 
 
 def test_where_rows_are_missing_the_first_of_a_row_is_its_token() -> None:
@@ -106,7 +104,7 @@ def test_a_stream_comes_to_the_whole() -> None:
     ask = Ask(form="chat", prompt=({"role": "user", "content": "?"},), stream=True)
     found = read(events, ask, "POST /")
     assert isinstance(found, Reply)
-    assert (found.text, found.num_prompt_tokens) == ("aa", 3)
+    assert (found.text, found.num_completion_tokens) == ("aa", 2)
     assert found.completion == (Row(Entry(-1.0, None, "a", b"a"), ()),) * 2
 
 

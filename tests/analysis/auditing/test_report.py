@@ -14,7 +14,6 @@ from logprobe.analysis.auditing.report import (
     AuditReport,
     Errors,
     Evidence,
-    FieldAnswer,
     Finding,
     Findings,
     Steadiness,
@@ -37,13 +36,11 @@ REPORT = AuditReport(
     server=None,
     ours={"model": "m"},
     max_nats=0.01,
-    asks=("echo",),
     requests=1,
     rows=2,
     distributions={"echo": "raw"},
-    errors=(Errors(ask="echo", of="chosen", distribution="raw", count=2, worst=1.0, mean=0.5, p99=1.0),),
-    steadiness=(Steadiness(circumstance="alone", requests=3, is_equal=True),),
-    fields=(FieldAnswer(field="completions.logprobs", form="whole", answer="answered"),),
+    errors=(Errors(ask="echo", distribution="raw", count=2, worst=1.0, mean=0.5),),
+    steadiness=(Steadiness(circumstance="alone", is_equal=True),),
     findings=(FINDING,),
     stored=(
         StoredPrompt(
@@ -71,13 +68,9 @@ def test_numbers_pass_within_the_limit_and_without_a_fault_of_their_own() -> Non
     assert replace(near, errors=()).numbers == "FAIL"  # nothing was compared
 
 
-def test_a_fault_of_conformance_is_listed_and_leaves_the_numbers_alone() -> None:
-    ignored = replace(FINDING, kind="ignored")
-    report = replace(REPORT, worst_nats=0.0, findings=(ignored,))
-    assert report.numbers == "PASS"
-    assert (report.faults("numbers"), report.faults("conformance")) == ((), (ignored,))
-    values = report.to_dict()
-    assert (values["numbers"], values["conformance"]) == ("PASS", ["ignored"])
+def test_the_verdict_is_written_first() -> None:
+    values = REPORT.to_dict()
+    assert (values["numbers"], [one.kind for one in REPORT.faults]) == ("FAIL", ["shifted"])
 
 
 def test_a_plot_needs_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from logprobe.analysis import AuditReport, audit
+from logprobe.analysis.auditing.conformance import check_conformance
 from logprobe.errors import ParameterError
 from logprobe.server import ServerSettings
 
@@ -39,12 +40,18 @@ def test_our_own_server_passes(report: AuditReport) -> None:
     assert [one for one in report.findings if one.severity == "fault"] == []
 
 
+def test_our_own_api_conforms(tiny_llm: LLM, url: str) -> None:
+    report = check_conformance(url, tiny_llm)
+    assert report.findings == ()
+    assert {one.partition(":")[0] for one in report.fields.values()} <= {"applied", "unclear", "refused"}
+    assert report.fields["chat.top_p (stream)"] == "applied"
+
+
 def test_every_form_of_ours_is_looked_at(report: AuditReport) -> None:
     forms = {label.split(",")[0].split(" (")[0] for label in report.distributions}
     assert forms == {"echo", "prompt_logprobs", "completions", "chat", "chat prompt_logprobs"}
     assert {*report.distributions.values()} == {"raw"}
     assert all(one.is_equal or (one.worst or 0) < 1e-4 for one in report.steadiness)
-    assert {one.answer for one in report.fields} <= {"answered", "refused"}
     told = {one.circumstance for one in report.steadiness}
     assert {"three times alone", "after a generation", "streamed (chat)", "prompt of 64 tokens"} <= told
 
@@ -141,10 +148,12 @@ def test_a_server_that_has_less_gets_notes(tiny_llm: LLM, url: str) -> None:
     for form in ("echo", "prompt_logprobs", "chat", "chat prompt_logprobs"):
         assert sum(f"has no {form}: " in title for title in titles) == 1, titles
     assert "left-out" in {one.kind for one in found.findings}
-    answers = {(one.field, one.form): one.answer for one in found.fields}
-    assert answers["completions.echo", "whole"] == "refused"
-    assert answers["completions.logprobs", "stream"] == "refused"
-    assert answers["completions.top_p", "whole"] == "answered"
+    with with_less(url, "echo", "prompt_logprobs", "stream", "return_token_ids") as address:
+        report = check_conformance(address, tiny_llm)
+    assert report.faults == ()
+    assert report.fields["completions.echo (whole)"].startswith("refused: 400")
+    assert report.fields["completions.logprobs (stream)"].startswith("refused: 400")
+    assert report.fields["completions.top_p (whole)"] == "applied"
 
 
 def leave_out_the_prompt(body: Any, reply: Any) -> None:
@@ -157,17 +166,16 @@ def leave_out_the_prompt(body: Any, reply: Any) -> None:
 
 def test_a_field_that_only_our_extras_suppress_is_no_fault(tiny_llm: LLM, url: str) -> None:
     with with_less(url, change=leave_out_the_prompt) as address:
-        found = audit(address, tiny_llm, quick=True)
-    assert (found.numbers, found.faults("conformance")) == ("PASS", ())
-    answers = {(one.field, one.form): one.answer for one in found.fields}
-    assert answers["completions.echo", "whole"] == "answered"
+        report = check_conformance(address, tiny_llm)
+    assert report.faults == ()
+    assert report.fields["completions.echo (whole)"] == "applied"
 
 
 def test_progress_is_told(tiny_llm: LLM, url: str) -> None:
-    told: list[tuple[int, int, str]] = []
+    told: list[tuple[int, str]] = []
     audit(url, tiny_llm, quick=True, progress=lambda *one: told.append(one))
-    assert [done for done, _, _ in told] == sorted(done for done, _, _ in told)
-    assert all(done <= planned for done, planned, _ in told)
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    assert "three times alone" in {what for _, what in told}
 
 
 def test_the_real_model_served(real_llm: LLM, new_serving: Any) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -81,7 +82,7 @@ def close(got: Any, want: Any) -> None:
     np.testing.assert_allclose(got.astype(np.float64), exact, rtol=RELATIVE, atol=ABSOLUTE, equal_nan=True)
 
 
-def compare(logits: Tensor, chosen_ids: Tensor, k: object, given_ids: object = None) -> None:
+def compare(logits: Any, chosen_ids: Any, k: object, given_ids: object = None) -> None:
     got = extract(logits, chosen_ids, k, given_ids=given_ids, **ALL)
     want = reference.extract(logits, chosen_ids, k, given_ids=given_ids, dtype=np.float64, **ALL)
     assert_same(got, want)
@@ -138,6 +139,22 @@ def test_strided_views_need_no_copy_by_the_caller(dtype: torch.dtype) -> None:
     base = normal((8, 3000), torch.Generator().manual_seed(1)).to(dtype)
     for view in (base[::2], base[:, 7:2000], base[:, ::3], base.T[5:9], base[:1].expand(4, -1)):
         compare(view, torch.arange(len(view)), 20)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_arrays_may_have_any_strides(dtype: Any) -> None:
+    base = np.random.default_rng(1).normal(0, 3, (8, 3000)).astype(dtype)
+    row = np.broadcast_to(base[:1], (4, 3000))
+    for view in (base[::-2], base[:, ::-1], base[:, 7:2000:3], base.T[5:9], row, base[:, :1]):
+        compare(view, np.arange(len(view)) % view.shape[1], 20)
+
+
+@pytest.mark.parametrize(
+    "logits", [np.zeros((1, 2)), np.zeros((1, 2), ">f4"), np.zeros((1, 2), np.int32), [[0.0]]]
+)
+def test_arrays_of_other_dtypes_are_refused(logits: Any) -> None:
+    with pytest.raises(ParameterError, match="logits"):
+        extract(logits, [0], 1)
 
 
 def test_ranks_count_the_strictly_greater_only() -> None:

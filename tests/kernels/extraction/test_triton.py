@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from logprobe.kernels.extraction import triton as cuda
 from logprobe.kernels.extraction import reference
-from logprobe.kernels.extraction.api import check_requests, check_rows
+from logprobe.kernels.extraction.requests import check_requests, check_rows
 from logprobe.kernels.extraction.device import allocate
 from logprobe.records.rows import KERNEL_EXTRAS
 

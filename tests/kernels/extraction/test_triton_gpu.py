@@ -8,8 +8,9 @@ import torch
 from numpy.typing import NDArray
 
 from logprobe.kernels.extraction import reference
-from logprobe.kernels.extraction.api import RowRequests, check_requests, check_rows, extract, fill
+from logprobe.kernels.extraction.api import extract, fill
 from logprobe.kernels.extraction.device import allocate, requests_on
+from logprobe.kernels.extraction.requests import RowRequests, check_requests, check_rows
 from logprobe.records.rows import KERNEL_EXTRAS, DeviceRows
 
 pytestmark = pytest.mark.gpu

@@ -26,7 +26,9 @@ from logprobe.records import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-INFO = LogprobsInfo(stages=("processed",), num_logprobs=20, temperature=0.5, model="m")
+INFO = LogprobsInfo(
+    stages=("processed",), num_logprobs=20, temperature=0.5, generator="philox4x64-10", model="m"
+)
 
 
 def every_kind(step: Any) -> dict[str, FlatLogprobs]:

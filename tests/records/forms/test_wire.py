@@ -12,7 +12,13 @@ from logprobe.errors import InputError, ParameterError
 from logprobe.records import FlatLogprobs, Logprob, LogprobsInfo
 from logprobe.records.forms.wire import read_header
 
-INFO = LogprobsInfo(stages=("raw", "processed"), temperature=0.5, model="m", weight_version="step 2")
+INFO = LogprobsInfo(
+    stages=("raw", "processed"),
+    temperature=0.5,
+    generator="philox4x64-10",
+    model="m",
+    weight_version="step 2",
+)
 
 
 @pytest.fixture(

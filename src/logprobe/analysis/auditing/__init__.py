@@ -3,9 +3,10 @@
 `run.audit` works in this order:
 
 1. `session` finds out which requests the server answers, and sends the requests of `forms` via `endpoint`.
-2. `rows` matches the rows in the replies with tokens (`tokens`) and with the exact rows (`reference`).
-3. `compare` uses `fit` to find out which of the `distributions` the server reports, and adds faults.
-4. `steady` repeats requests under other circumstances, `fields` tries each field, and `changes` compares with
-   an earlier audit.
+2. `rows` identifies the tokens in the replies (`tokens`) and pairs them with the exact rows (`reference`).
+3. `compare` uses `fit` to find out which distribution the server reports, and adds faults.
+4. `circumstances` repeats requests under other circumstances; `changes` compares with an earlier audit.
 5. `report` holds the results.
+
+`conformance` is a separate check of the server's API, which needs no exact rows.
 """

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from logprobe.analysis.auditing.fit import BETTER, finite
 from logprobe.analysis.auditing.report import Evidence, StoredPrompt, StoredRow
 
@@ -21,26 +23,25 @@ def stored_prompts(fitted: Fitted) -> Iterator[StoredPrompt]:
     """
     if fitted.ask.params != ({} if fitted.ask.wants_prompt else {"temperature": 0}):
         return
-    rows: dict[int, list[StoredRow]] = {}  # by group
-    groups = {id(group): group for group, _ in fitted.places}
-    for index, (group, place) in enumerate(fitted.places):
-        if fitted.is_chosen[index] if group.ask.wants_prompt else place.t == 0:
-            row = StoredRow(
-                position=group.first + place.t,
+    for owner, group in enumerate(fitted.groups):
+        is_kept = fitted.is_chosen if group.ask.wants_prompt else fitted.t == 0
+        rows = [
+            StoredRow(
+                position=group.first + int(fitted.t[index]),
                 token_id=int(fitted.ids[index]),
                 theirs=finite(fitted.theirs[index]),
                 ours=finite(fitted.raw[index]),
             )
-            rows.setdefault(id(group), []).append(row)
-    for key, listed in rows.items():
-        ask = groups[key].ask
-        yield StoredPrompt(
-            ask=fitted.label,
-            where=fitted.ask.where,
-            prompt=ask.shown,
-            token_ids=fitted.tokens.encode_ask(ask),
-            rows=tuple(listed),
-        )
+            for index in np.flatnonzero(is_kept & (fitted.owner == owner))
+        ]
+        if rows:
+            yield StoredPrompt(
+                ask=fitted.label,
+                where=fitted.ask.where,
+                prompt=group.ask.shown,
+                token_ids=fitted.tokens.encode_ask(group.ask),
+                rows=tuple(rows),
+            )
 
 
 def compare_with_before(

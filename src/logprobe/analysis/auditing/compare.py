@@ -21,11 +21,9 @@ from logprobe.analysis.auditing.fit import (
     fit,
     judge,
 )
-from logprobe.analysis.auditing.report import MAX_TEXT
-from logprobe.transport.http_client import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from logprobe.analysis.auditing.forms import Ask, Reply
     from logprobe.analysis.auditing.report import Errors, Findings, StoredPrompt
@@ -50,10 +48,7 @@ class Comparison:
     stored: list[StoredPrompt] = field(default_factory=list)
 
     def compare(self, replies: Sequence[tuple[Ask, Reply]]) -> None:
-        """Compare all replies with the exact rows.
-
-        Chats must come last, because the errors in completions help to judge the layout of chats.
-        """
+        """Compare all replies with the exact rows."""
         by_label: dict[str, list[tuple[Ask, Reply]]] = {}
         for ask, reply in replies:
             by_label.setdefault(ask.label, []).append((ask, reply))
@@ -67,7 +62,7 @@ class Comparison:
             judge(fitted, self.findings, self.max_nats)
             check_alternatives(fitted, self.findings, self.max_nats)
             self.distributions[fitted.label] = fitted.name
-            self.errors += errors_of(fitted)
+            self.errors.append(errors_of(fitted))
             self.stored += stored_prompts(fitted)
 
     def _group(self, ask: Ask, reply: Reply) -> Group | None:
@@ -81,28 +76,21 @@ class Comparison:
             self._add_other_ids(ask, own, ids)
         group = self.reader.read(ask, reply, ids)
         if group is not None and self._is_off(group):
-            if self.base is not None:
-                found = self.base.read(ask, reply, ids)
-                if self._explains(found, group):
-                    self._blame("lora-prompt" if ask.wants_prompt else "lora-ignored", group)
-                    return found
-            others = self.reader.tokens.beginnings(ids)
-            if own not in {ids, ()}:
-                others["as the tokenizer has it"] = own
-            layouts, refused = self.reader.tokens.layouts(ask, SYSTEMS) if ask.is_chat else ({}, {})
-            for name, other_ids in {**others, **layouts}.items():
-                if self._explains(self.reader.read(ask, reply, other_ids), group):
-                    self._blame("template" if name in layouts else "bos", group, name)
-                    return self.reader.read(ask, reply, other_ids, self.findings)
-            if ask.is_chat and self._has_unknown_layout(group):
-                counted, is_known = reply.num_prompt_tokens, reply.num_prompt_tokens == len(own)
-                note = f"it counts {counted} prompt tokens, the template has {len(own)}"
-                self._blame("template", group, "" if is_known or counted is None else note)
-                for name, message in refused.items():
-                    why = f"chats {name} could not be checked: {printable(message, MAX_TEXT)}"
-                    self.findings.add("left-out", why, is_note=True)
-                return None
+            for kind, detail, reader, other_ids in self._other_prompts(ask, ids):
+                if self._median(reader.read(ask, reply, other_ids)) * BETTER < self._median(group):
+                    self._blame(kind, group, detail)
+                    return reader.read(ask, reply, other_ids, self.findings)
         return self.reader.read(ask, reply, ids, self.findings)
+
+    def _other_prompts(self, ask: Ask, ids: Ids) -> Iterator[tuple[str, str, Reader, Ids]]:
+        """Yield (kind of fault, detail, reader, prompt ids) of what a server may have computed instead."""
+        tokens = self.reader.tokens
+        if self.base is not None:
+            yield "lora-prompt" if ask.wants_prompt else "lora-ignored", "", self.base, ids
+        for name, other in tokens.beginnings(ids).items():
+            yield "bos", name, self.reader, other
+        for name, other in tokens.layouts(ask, SYSTEMS).items() if ask.is_chat else ():
+            yield "template", f": {name}", self.reader, other
 
     def _is_off(self, group: Group) -> bool:
         """Return True if most log-probabilities in a reply fit no distribution and have no known cause."""
@@ -119,20 +107,11 @@ class Comparison:
         fitted = None if group is None else fit([group], self.reader.tokens)
         return np.inf if fitted is None else float(np.median(fitted.errors))
 
-    def _explains(self, other: Group | None, group: Group) -> bool:
-        return self._median(other) * BETTER < self._median(group)
-
-    def _has_unknown_layout(self, group: Group) -> bool:
-        """Return True if a chat's log-probabilities are far less accurate than those of completions."""
-        means = [error.mean for error in self.errors if error.ask.startswith("completions")]
-        return bool(means) and self._median(group) > BETTER * max([*means, self.max_nats])
-
-    def _blame(self, kind: str, group: Group, name: str = "") -> None:
+    def _blame(self, kind: str, group: Group, detail: str) -> None:
         """Add a fault of this kind for one reply that does not fit the prompt that was sent."""
         fitted = fit([group], self.reader.tokens)
         assert fitted is not None
         evidence = fitted.evidence(fitted.errors > self.max_nats)[:2]
-        detail = f": {name}" if name and kind == "template" else name
         self.findings.add(kind, detail, evidence=evidence, worst=float(np.median(fitted.errors)))
 
     def _add_other_ids(self, ask: Ask, own: Ids, ids: Ids) -> None:

@@ -6,10 +6,8 @@ exchange raises an error.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
-import time
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Self, final
 
@@ -19,17 +17,14 @@ from logprobe.transport.http_client import HttpClient, printable
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from logprobe.transport.http_client import HttpReply
-
 MAX_BYTES: Final = 1 << 25  # limit on one reply; 1,024 prompt rows with 20 alternatives take about 3 MB
 # A reply of n bytes may have n / 32 JSON values, each of which takes up to 100 bytes in memory. The 1,024
-# rows # above have about 200,000 values, a fifth of the limit at `MAX_BYTES`.
+# rows above have about 200,000 values, a fifth of the limit at `MAX_BYTES`.
 BYTES_PER_VALUE: Final = 32
 MIN_VALUES: Final = 1 << 16
 # Each JSON value has one of these bytes before or after it; a line break ends an event in a stream.
 SEPARATORS: Final = (b"[", b"{", b",", b"\n", b"\r")
 MESSAGE_CHARS: Final = 300
-MIN_PARSE_S: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +68,6 @@ class Refusal:
     status: int
     message: str
 
-    @property
-    def is_failure(self) -> bool:
-        """True if the server failed (5xx) instead of rejecting the request."""
-        return self.status >= 500
-
     def __str__(self) -> str:
         return f"{self.status}: {self.message}"
 
@@ -109,32 +99,23 @@ class Connection(HttpClient):
         """
         self.num_requests += 1
         method, content = ("GET", None) if body is None else ("POST", json.dumps(body).encode())
-        what, timeout_s = f"{method} {self.url}{path}", self._endpoint.timeout_s
-        since = time.monotonic()
-        reply = await self.exchange(method, path, content, self._endpoint.max_bytes)
-        left_s = max(timeout_s - (time.monotonic() - since), MIN_PARSE_S)
-        try:  # parse in a thread: a large reply takes seconds, during which other exchanges may time out
-            return await asyncio.wait_for(asyncio.to_thread(self._parse, reply, what), left_s)
-        except TimeoutError as error:
-            message = f"{what}: the reply is not parsed within {timeout_s:g} s; raise timeout_s"
-            raise ServerError(message) from error
-
-    def _parse(self, reply: HttpReply, what: str) -> Any:
+        what, max_bytes = f"{method} {self.url}{path}", self._endpoint.max_bytes
+        reply = await self.exchange(method, path, content, max_bytes)
         if not reply.is_success:
-            message = self._printable(_message_of(reply.data))
+            message = self._printable(reply.data)
             if reply.status in {401, 403}:
                 raise ParameterError("api_key", f"the server refuses it ({reply.status}): {message}")
             return Refusal(reply.status, message)
-        max_values = max(self._endpoint.max_bytes // BYTES_PER_VALUE, MIN_VALUES)
+        max_values = max(max_bytes // BYTES_PER_VALUE, MIN_VALUES)
         if sum(map(reply.data.count, SEPARATORS)) > max_values:
             raise ServerError(f"{what}: the reply has more than {max_values} JSON values; raise max_bytes")
         return (self._events if "event-stream" in reply.content_type else self._json)(reply.data, what)
 
     def _json(self, data: bytes, what: str) -> Any:
         try:
-            return json.loads(data)
+            return json.loads(data)  # unlike msgspec, accepts the NaN and Infinity that some servers write
         except (ValueError, RecursionError) as error:
-            start = self._printable(data.decode("utf-8", "replace"), 60)
+            start = self._printable(data, 60)
             message = f"{what}: the reply is not JSON ({start!r}); is it the right address?"
             raise ServerError(message) from error
 
@@ -149,25 +130,13 @@ class Connection(HttpClient):
                 break
             event = self._json(value, what)
             if isinstance(event, dict) and "error" in event and not event.get("choices"):
-                raise ServerError(f"{what}: the stream fails: {self._printable(_message_of(value))}")
+                raise ServerError(f"{what}: the stream fails: {self._printable(value)}")
             events.append(event)
         return events
 
-    def _printable(self, text: str, max_chars: int = MESSAGE_CHARS) -> str:
+    def _printable(self, data: bytes, max_chars: int = MESSAGE_CHARS) -> str:
         """Return a server's message on one line, shortened and without the API key."""
+        text = data.decode("utf-8", "replace")
         if self._endpoint.api_key:
             text = text.replace(self._endpoint.api_key, "…")
         return printable(text, max_chars)
-
-
-def _message_of(data: bytes) -> str:
-    """Return the message in an error body of OpenAI's or a similar schema, otherwise the whole body."""
-    text = data.decode("utf-8", "replace")
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-    for name in ("error", "message", "detail"):
-        if isinstance(value, dict) and name in value:
-            value = value[name]
-    return value if isinstance(value, str) else json.dumps(value)

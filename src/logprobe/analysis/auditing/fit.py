@@ -8,23 +8,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import combinations
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from logprobe.analysis import measures
-from logprobe.analysis.auditing.distributions import candidates, fitted_temperature
 from logprobe.analysis.auditing.report import Errors, Evidence
+from logprobe.analysis.distributions import candidates, fitted_temperature, tempered
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
     from logprobe.analysis.auditing.forms import Ask
     from logprobe.analysis.auditing.report import Findings
-    from logprobe.analysis.auditing.rows import Group, Place
+    from logprobe.analysis.auditing.rows import Group
     from logprobe.analysis.auditing.tokens import Tokens
     from logprobe.analysis.measures import Floats
 
@@ -37,7 +35,7 @@ TAIL: Final = 0.9  # second quantile to check, because a constant per row fits t
 SAME_FACTOR: Final = 0.01  # two factors with a smaller relative difference are equal
 MIN_NUMBERS: Final = 20  # number of different logprobs needed to detect rounding
 TIE: Final = 1e-6  # nats; two logprobs with a smaller difference are equal
-MAX_SEARCHED: Final = 16  # number of logprobs used to search for an unknown temperature
+MAX_SEARCHED: Final = 16  # number of rows used to search for an unknown temperature
 
 
 @dataclass(slots=True)
@@ -49,7 +47,9 @@ class Fitted:
 
     name: str
     tokens: Tokens
-    places: list[tuple[Group, Place]]
+    groups: Sequence[Group]
+    owner: NDArray[np.int64]  # index of each logprob's group
+    t: NDArray[np.int64]  # index of its row in the group
     theirs: Floats  # reported by the server; -inf if reported as impossible
     ours: Floats  # exact value in the best-fitting distribution
     raw: Floats  # exact value in the model's raw distribution
@@ -60,7 +60,7 @@ class Fitted:
     @property
     def ask(self) -> Ask:
         """The request; all groups have the same request apart from the prompt."""
-        return self.places[0][0].ask
+        return self.groups[0].ask
 
     @property
     def label(self) -> str:
@@ -83,22 +83,25 @@ class Fitted:
 
     def by_row(self) -> list[NDArray[np.int64]]:
         """Return, for each row of a reply, the indices of its logprobs."""
-        starts = [at for at in range(1, len(self.places)) if self.places[at][1] is not self.places[at - 1][1]]
-        return np.split(np.arange(len(self.places)), starts)
+        is_new = (np.diff(self.owner) != 0) | (np.diff(self.t) != 0)
+        return np.split(np.arange(len(self.t)), np.flatnonzero(is_new) + 1)
 
     def evidence(self, member: NDArray[np.bool_]) -> list[Evidence]:
         """Return evidence for the five largest errors among the logprobs in the mask `member`."""
         chosen = np.flatnonzero(member)
-        return [
-            self.evidence_at(index) for index in chosen[np.argsort(-self.errors[chosen], kind="stable")][:5]
-        ]
+        worst = chosen[np.argsort(-self.errors[chosen], kind="stable")][:5]
+        return [self.evidence_at(index) for index in worst]
 
     def evidence_at(self, index: int | np.integer[Any], note: str = "") -> Evidence:
         """Return the logprob at `index` as evidence."""
-        group, place = self.places[index]
-        token = self.tokens.show(int(self.ids[index]))
-        theirs, ours = finite(self.theirs[index]), finite(self.ours[index])
-        return group.ask.evidence(group.first + place.t, token=token, theirs=theirs, ours=ours, note=note)
+        group: Group = self.groups[self.owner[index]]
+        return group.ask.evidence(
+            group.first + int(self.t[index]),
+            token=self.tokens.show(int(self.ids[index])),
+            theirs=finite(self.theirs[index]),
+            ours=finite(self.ours[index]),
+            note=note,
+        )
 
 
 def finite(value: float) -> float | None:
@@ -120,94 +123,51 @@ def distance(theirs: Floats, ours: Floats) -> Floats:
     return np.where(is_impossible(theirs), both, np.where(never, CAP, plain))
 
 
-# -- the distribution that fits best -------------------------------------------------------------------------
-
-
 def fit(groups: Sequence[Group], tokens: Tokens) -> Fitted | None:
     """Find the distribution that the logprobs in `groups` fit best, the simplest one if several fit equally.
 
-    Returns None if no logprob can be assigned to a token.
+    Returns None if there are no logprobs.
     """
-    entries = [
-        (group, place, ids, -np.inf if number is None else number, is_chosen)
-        for group in groups
-        for place in group.places
-        for ids, number, is_chosen in place.entries
-        if ids
-    ]
-    if not entries:
+    if not groups:
         return None
-    theirs = np.array([number for *_, number, _ in entries])
+    theirs = np.concatenate([group.theirs for group in groups])
+    if not len(theirs):
+        return None
     named = [candidates(group.rows, group.ask.params, group.counted) for group in groups]
     fits = []
     for tables in zip(*named, strict=True):
-        values, ids = np.zeros(len(entries)), np.zeros(len(entries), np.int64)
-        rows_of = {id(group): rows for group, (_, rows) in zip(groups, tables, strict=True)}
-        for index, (group, place, options, number, _) in enumerate(entries):
-            numbers = rows_of[id(group)][place.t, options]
-            nearest = int(np.argmin(distance(np.full(len(options), number), numbers))) if options[1:] else 0
-            values[index], ids[index] = numbers[nearest], options[nearest]
-        score = float(np.minimum(distance(theirs, values), CAP).mean())
-        fits.append((score, tables[0][0], values, ids))
+        ours = np.concatenate(
+            [rows[group.t, group.token_ids] for group, (_, rows) in zip(groups, tables, strict=True)]
+        )
+        score = float(np.minimum(distance(theirs, ours), CAP).mean())
+        fits.append((score, tables[0][0], ours))
     least = min(score for score, *_ in fits)
-    _, name, ours, ids = next(one for one in fits if one[0] <= least + TIE)
+    _, name, ours = next(one for one in fits if one[0] <= least + TIE)
     return Fitted(
         name=name,
         tokens=tokens,
-        places=[(group, place) for group, place, *_ in entries],
+        groups=groups,
+        owner=np.repeat(np.arange(len(groups)), [len(group.t) for group in groups]),
+        t=np.concatenate([group.t for group in groups]),
         theirs=theirs,
         ours=ours,
         raw=fits[0][2],
-        ids=ids,
-        is_chosen=np.array([is_chosen for *_, is_chosen in entries]),
+        ids=np.concatenate([group.token_ids for group in groups]),
+        is_chosen=np.concatenate([group.is_chosen for group in groups]),
         rounding=rounding_of(theirs),
     )
 
 
-def errors_of(fitted: Fitted) -> list[Errors]:
-    """Summarize the errors of the chosen tokens and of the alternatives, if there are any."""
-    found = [_errors(fitted, fitted.is_chosen, "chosen"), _errors(fitted, ~fitted.is_chosen, "alternatives")]
-    return [errors for errors in found if errors is not None]
-
-
-def _errors(
-    fitted: Fitted, member: NDArray[np.bool_], of: Literal["chosen", "alternatives"]
-) -> Errors | None:
-    if not member.any():
-        return None
-    errors = fitted.errors[member]
-    is_given = member & ~fitted.is_chosen & np.isfinite(fitted.ours) & ~is_impossible(fitted.theirs)
-    rows = [row[is_given[row]] for row in fitted.by_row()]
-    flips = [gap for row in rows for gap in _flips(fitted, row)]
-    divergences = [_kl(fitted, row) for row in rows if len(row)]
+def errors_of(fitted: Fitted) -> Errors:
+    """Summarize the errors."""
+    errors = fitted.errors
     return Errors(
         ask=fitted.label,
-        of=of,
         distribution=fitted.name,
         count=len(errors),
         worst=float(errors.max()),
         mean=float(errors.mean()),
-        p99=float(np.quantile(errors, 0.99)),
-        kl=float(np.mean(divergences)) if divergences else None,
-        rank_flips=len(flips),
-        widest_flip=max(flips, default=None),
     )
-
-
-def _flips(fitted: Fitted, row: NDArray[np.int64]) -> Iterator[float]:
-    """Yield the exact difference, in nats, for each pair of alternatives reported in the wrong order."""
-    for a, b in combinations(row, 2):
-        ours, theirs = fitted.ours[a] - fitted.ours[b], fitted.theirs[a] - fitted.theirs[b]
-        if ours * theirs < 0 and abs(ours) > TIE:
-            yield abs(float(ours))
-
-
-def _kl(fitted: Fitted, row: NDArray[np.int64]) -> float:
-    """Return KL(ours ‖ theirs) in nats over the reported tokens, with all other tokens lumped into one."""
-    one_each = row[np.unique(fitted.ids[row], return_index=True)[1]]
-    ours, theirs = measures.lumped(fitted.ours[one_each]), measures.lumped(fitted.theirs[one_each])
-    # If the probabilities sum to more than 1, nothing is left for the other tokens.
-    return max(float(measures.kl_divergence(ours, np.maximum(theirs, math.log(1e-12)))), 0.0)
 
 
 # -- numbers that were not computed, and rounded ones --------------------------------------------------------
@@ -222,7 +182,7 @@ def filled_in(fitted: Fitted, max_nats: float) -> NDArray[np.bool_]:
     for number, count in zip(numbers, counts, strict=True):
         same = off & (fitted.theirs == number)
         num_ours = len(np.unique(np.round(fitted.ours[same], 6)))
-        if count >= 4 and num_ours >= 4 and count > off.sum() / 10 and fitted.allowance.max() == 0:
+        if count >= 4 and num_ours >= 4 and count > off.sum() / 10 and fitted.rounding is None:
             filled |= same
     return np.asarray(filled)
 
@@ -291,70 +251,59 @@ def _causes(fitted: Fitted, used: NDArray[np.bool_]) -> Iterator[Cause]:
         correction = f"divide logprobs by {1 / math.log(base):.4f}"
         yield Cause("log-base", "none", correction, fitted.raw / math.log(base), str(base))
     if fitted.ask.wants_prompt:
-        yield from _shifts(fitted)
-    rows = [row[used[row]] for row in fitted.by_row()]
-    rows = [row for row in rows if len(np.unique(fitted.ids[row])) >= 3]
-    temperature = _temperature_by_rows(fitted, rows) if rows else _temperature_by_numbers(fitted, used)
-    if temperature is None:
-        return
-    norms = {
-        id(place): measures.logsumexp(group.rows[place.t].astype(np.float64) / temperature)
-        for group, place in fitted.places
-    }
-    tempered = fitted.raw / temperature - np.array([norms[id(place)] for _, place in fitted.places])
-    is_one = abs(temperature - 1) < SAME_FACTOR
-    if not is_one:
-        factor = f"{temperature:.4g}"
+        for by in (1, -1):
+            for is_row in (False, True):
+                moved = _of_neighbours(fitted, by, is_row=is_row)
+                yield Cause("shifted", "none", f"take the row {-by:+d}", moved)
+    temperature = _temperature(fitted, used)
+    if abs(temperature - 1) > SAME_FACTOR:
+        factor = f"{temperature:.3g}"
         correction = f"multiply logits by {factor}: log_softmax({factor} * logprobs) of whole rows"
-        yield Cause("temperature-unasked", "scaled", correction, tempered, f"{temperature:.3g}")
-    added = np.full(len(fitted.theirs), np.nan)
-    for row in rows:
-        added[row] = np.median(fitted.theirs[row] - tempered[row])
-    if rows and float(np.nanmedian(added)) > 0:
-        yield Cause(
-            "renormalised-unasked",
-            "renormalised" if is_one else "scaled+renormalised",
-            "add log_kept_mass, the logarithm of the mass of what was kept, to each row",
-            tempered + added,
-            "" if is_one else f", after a temperature of {temperature:.3g}",
+        explained = _gathered(
+            fitted, lambda group: tempered(group.rows, temperature)[group.t, group.token_ids]
         )
+        yield Cause("temperature-unasked", "scaled", correction, explained, factor)
+    added = np.full(len(fitted.theirs), np.nan)
+    for row in fitted.by_row():
+        member = row[used[row]]
+        if len(np.unique(fitted.ids[member])) >= 3:
+            added[member] = np.median(fitted.theirs[member] - fitted.raw[member])
+    if np.isfinite(added).any() and float(np.nanmedian(added)) > 0:
+        correction = "add log_kept_mass, the logarithm of the mass of what was kept, to each row"
+        yield Cause("renormalised-unasked", "renormalised", correction, fitted.raw + added)
 
 
-def _shifts(fitted: Fitted) -> Iterator[Cause]:
-    """Yield the causes in which tokens have a neighbor's logprob, or one from a neighboring row."""
-    for by in (1, -1):
-        for is_row in (False, True):
-            moved = np.full(len(fitted.theirs), np.nan)
-            for index, (group, place) in enumerate(fitted.places):
-                t = place.t + by
-                if 0 <= t < len(group.rows) and fitted.is_chosen[index]:
-                    moved[index] = group.rows[t, fitted.ids[index] if is_row else group.ids[t]]
-            yield Cause("shifted", "none", f"take the row {-by:+d}", moved)
+def _gathered(fitted: Fitted, values: Callable[[Group], Floats]) -> Floats:
+    """Concatenate the values, (N,), that a function returns for each group."""
+    return np.concatenate([values(group) for group in fitted.groups])
 
 
-def _temperature_by_rows(fitted: Fitted, rows: Sequence[NDArray[np.int64]]) -> float | None:
-    """Estimate a temperature from the differences between logprobs within rows.
+def _of_neighbours(fitted: Fitted, by: int, *, is_row: bool) -> Floats:
+    """Return the exact logprob of the chosen token `by` positions later, (N,) nats; NaN for alternatives.
 
-    The estimate is the median ratio of reported to exact differences, weighted by the exact differences.
+    If `is_row` is True, return the logprob of the token itself in the row at that position.
     """
-    ours = np.concatenate([fitted.raw[row] - fitted.raw[row].mean() for row in rows])
-    theirs = np.concatenate([fitted.theirs[row] - fitted.theirs[row].mean() for row in rows])
-    given = np.abs(ours) > TIE
-    if not given.any():
-        return None
-    factors = theirs[given] / ours[given]
-    order = np.argsort(factors)
-    weights = np.cumsum(np.abs(ours[given])[order])
-    factor = float(factors[order][np.searchsorted(weights, weights[-1] / 2)])
-    return 1 / factor if factor > 0.01 else None
+
+    def moved(group: Group) -> Floats:
+        t = group.t + by
+        is_within = group.is_chosen & (t >= 0) & (t < len(group.rows))
+        t = np.where(is_within, t, 0)
+        ids = group.token_ids if is_row else np.asarray(group.ids)[t]
+        return np.where(is_within, group.rows[t, ids], np.nan)
+
+    return _gathered(fitted, moved)
 
 
-def _temperature_by_numbers(fitted: Fitted, used: NDArray[np.bool_]) -> float:
-    """Return the temperature that fits best if each row has only one logprob."""
-    indices = np.flatnonzero(used)
-    indices = indices[:: max(len(indices) // MAX_SEARCHED, 1)][:MAX_SEARCHED]
-    rows = np.array([fitted.places[index][0].rows[fitted.places[index][1].t] for index in indices])
-    return fitted_temperature(rows, fitted.ids[indices][:, None], fitted.theirs[indices][:, None])[0]
+def _temperature(fitted: Fitted, used: NDArray[np.bool_]) -> float:
+    """Return the temperature at which some of the raw rows fit the reported logprobs best."""
+    members = [member for row in fitted.by_row() if len(member := row[used[row]])]
+    members = members[:: max(len(members) // MAX_SEARCHED, 1)][:MAX_SEARCHED]
+    shape = len(members), max(map(len, members))
+    ids, numbers = np.zeros(shape, np.int64), np.full(shape, -np.inf)
+    for at, member in enumerate(members):
+        ids[at, : len(member)], numbers[at, : len(member)] = fitted.ids[member], fitted.theirs[member]
+    rows = np.array([fitted.groups[fitted.owner[one[0]]].rows[fitted.t[one[0]]] for one in members])
+    return fitted_temperature(rows, ids, numbers)[0]
 
 
 # -- faults --------------------------------------------------------------------------------------------------
@@ -391,51 +340,34 @@ def judge(fitted: Fitted, findings: Findings, max_nats: float) -> None:
     off = fitted.is_off(max_nats) & ~filled
     cause = cause_of(fitted, filled, max_nats)
     if cause is None:
-        add(
-            "does-not-fit",
-            off,
-            "{count} of {of} numbers fit no distribution that was tried, off by up to {worst} nats",
-        )
+        detail = "{count} of {of} numbers are of no distribution that was asked, up to {worst} nats off"
+        add("does-not-fit", off, detail)
         return
     add(cause.kind, off, cause.detail, cause.correction)
-    if "scaled+" in cause.distribution:
-        add("temperature-unasked", off, cause.detail.rpartition(" ")[2])
     if cause.distribution != "none":
         fitted.ours = np.where(np.isfinite(cause.explained), cause.explained, fitted.ours)
     fitted.name = cause.distribution
 
 
 def check_alternatives(fitted: Fitted, findings: Findings, max_nats: float) -> None:
-    """Check that each row has as many alternatives as requested, and that they are the most likely tokens.
+    """Check that the alternatives of each row are the most likely tokens.
 
-    Rows after truncation, masks or penalties are not checked.
+    Rows after truncation, masks or penalties, and rows with unidentified alternatives, are not checked.
     """
     if {*fitted.name.split("+")} & {"kept", "renormalised", "masked", "penalised", "none"}:
         return
     if float(np.median(fitted.errors - fitted.allowance)) > max_nats:  # probably another model's rows
         return
-    tokens = fitted.tokens
-    for first, *_ in fitted.by_row():
-        group, place = fitted.places[first]
-        listed = [ids for ids, _, is_chosen in place.entries if not is_chosen]
-        if not listed or group.ask.num_top < 2:
+    for indices in fitted.by_row():
+        group, t = fitted.groups[fitted.owner[indices[0]]], int(fitted.t[indices[0]])
+        listed = {*fitted.ids[indices[~fitted.is_chosen[indices]]].tolist()}
+        if not listed or group.ask.num_top < 2 or t in group.unknown:
             continue
-        row = group.rows[place.t]
-        best = [int(one) for one in np.argsort(-row, kind="stable")[: group.ask.num_top]]
-        # Two tokens with the same text are one key in a map of texts.
-        expected = len({tokens.vocabulary.token_text(one) if place.is_map else one for one in best})
-        if len(listed) < expected:
-            extent = f"{len(listed)} of {expected}"
-            evidence = fitted.evidence_at(first, f"{extent} alternatives")
-            findings.add("alternatives-cut", extent, evidence=[evidence])
-        known = [ids[0] for ids in listed if len(ids) == 1]
-        if len(known) < len(listed):
-            continue
-        chosen = group.ids[place.t]
-        lowest = min((row[one] for one in known if one != chosen), default=row[chosen])
-        left_out = [one for one in best if one not in known and row[one] > lowest + 2 * max_nats]
-        if place.is_map:  # a token that no text identifies has no key in a map of texts
-            left_out = [one for one in left_out if tokens.is_whole(one)]
+        row = group.rows[t]
+        best = np.argsort(-row, kind="stable")[: group.ask.num_top].tolist()
+        chosen = group.ids[t]
+        lowest = min((row[one] for one in listed if one != chosen), default=row[chosen])
+        left_out = [one for one in best if one not in listed and row[one] > lowest + 2 * max_nats]
         if left_out:
-            evidence = fitted.evidence_at(first, f"{tokens.show(left_out[0])!r} is left out")
-            findings.add("alternatives-wrong", evidence=[evidence])
+            note = f"{fitted.tokens.show(left_out[0])!r} is left out"
+            findings.add("alternatives-wrong", evidence=[fitted.evidence_at(indices[0], note)])

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
 
 import msgspec
@@ -31,6 +30,7 @@ FORMS: Final[dict[str, str]] = {
 """Route of each form of request."""
 PROMPT_FORMS: Final = ("echo", "prompt_logprobs")
 CHAT_FORMS: Final = ("chat", "chat prompt_logprobs")
+MAX_EVENTS: Final = 1 << 14
 ID_PREFIX: Final = "token_id:"  # written before ids with vLLM's `return_tokens_as_token_ids`
 
 
@@ -51,14 +51,10 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The tokens that a server reports at one position.
-
-    If `is_map` is True, the alternatives come from a map by text that always includes the chosen token.
-    """
+    """The tokens that a server reports at one position."""
 
     chosen: Entry | None
     alternatives: tuple[Entry, ...] | None = None
-    is_map: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +67,6 @@ class Ask:
     num_top: int = 5
     params: Mapping[str, Any] = field(default_factory=dict)
     stream: bool = False
-    is_plain: bool = False  # leave out the fields that request token ids, which may change the reply
 
     @property
     def label(self) -> str:
@@ -141,7 +136,7 @@ class Ask:
         return body | ({"stream": True} if self.stream else {})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Reply:
     """A parsed reply; a field is None if the server did not send it."""
 
@@ -150,9 +145,8 @@ class Reply:
     completion: tuple[Row, ...] | None = None
     prompt_ids: tuple[int, ...] | None = None
     completion_ids: tuple[int, ...] | None = None
-    num_prompt_tokens: int | None = None
     num_completion_tokens: int | None = None
-    num_choices: int = 1
+    num_choices: int = 0
     has_usage: bool = False
 
 
@@ -166,14 +160,33 @@ def read(value: Any, ask: Ask, what: str) -> Reply | Refusal:
         return value
     if ask.stream and not isinstance(value, list):
         return Refusal(200, "a whole reply in place of a stream")
+    if ask.stream and len(value) > MAX_EVENTS:
+        raise ServerError(f"{what}: the stream has {len(value)} events, more than {MAX_EVENTS}")
+    reply = Reply()
     try:
-        bodies = msgspec.convert(value if ask.stream else [value], list[_Body])
-        reply = _joined([body.reply(ask) for body in bodies])
+        for body in msgspec.convert(value if ask.stream else [value], list[_Body]):
+            body.add_to(reply, ask)
     except (msgspec.ValidationError, RecursionError) as error:
         raise ServerError(f"{what}: the reply has another shape than OpenAI's: {error}") from error
     if not reply.num_choices:
         raise ServerError(f"{what}: the reply has no choice; is it a server with OpenAI's interface?")
-    return _split_echo(reply, ask.max_tokens) if ask.form == "echo" else reply
+    if ask.form == "echo":
+        _split_echo(reply, ask.max_tokens)
+    return reply
+
+
+def _split_echo(reply: Reply, max_tokens: int) -> None:
+    """Move the rows of an echoed prompt from `completion` to `prompt`.
+
+    The number of generated tokens is at most `max_tokens`, because some servers count one token too many.
+    """
+    if reply.completion is None:
+        return
+    rows, counted = reply.completion, reply.num_completion_tokens
+    stop = max(len(rows) - (max_tokens if counted is None else min(counted, max_tokens)), 0)
+    has_first = stop > 0 and rows[0].chosen is not None and rows[0].chosen.logprob is not None
+    reply.prompt = rows[:stop] if has_first or not stop else (None, *rows[1:stop])
+    reply.completion = rows[stop:]
 
 
 # -- the JSON ------------------------------------------------------------------------------------------------
@@ -223,7 +236,6 @@ class _Logprobs(msgspec.Struct):
             Row(
                 _text_entry(token, number),
                 None if top is None else tuple(map(_text_entry, top, top.values())),
-                is_map=True,
             )
             for token, number, top in zip(self.tokens, numbers, maps, strict=True)
         )
@@ -245,7 +257,6 @@ class _Choice(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
-    prompt_tokens: int | None = None
     completion_tokens: int | None = None
 
 
@@ -255,27 +266,29 @@ class _Body(msgspec.Struct):
     prompt_token_ids: list[_Id] | None = None
     prompt_logprobs: _PromptRows | None = None
 
-    def reply(self, ask: Ask) -> Reply:
+    def add_to(self, reply: Reply, ask: Ask) -> None:
+        """Add the first choice of a whole reply, or of one event in a stream, to `reply`."""
         choices = self.choices or []
         choice = next((one for one in choices if not one.index), _Choice())
         message = choice.delta if ask.stream else choice.message
         if ask.is_chat and choices and message is None and not ask.stream:
             raise msgspec.ValidationError("the choice has no message")
-        text = message and message.content if ask.is_chat else choice.text
+        reply.text += (message and message.content if ask.is_chat else choice.text) or ""
+        rows = None if choice.logprobs is None else choice.logprobs.rows()
+        if rows is not None:
+            reply.completion = (reply.completion or ()) + rows
+        if choice.token_ids is not None:
+            reply.completion_ids = (*(reply.completion_ids or ()), *choice.token_ids)
         ids = choice.prompt_token_ids if self.prompt_token_ids is None else self.prompt_token_ids
+        if ids is not None:
+            reply.prompt_ids = tuple(ids)
         listed = choice.prompt_logprobs if self.prompt_logprobs is None else self.prompt_logprobs
-        usage = _Usage() if self.usage is None else self.usage
-        return Reply(
-            text=text or "",
-            prompt=None if listed is None else _prompt_rows(listed, ids),
-            completion=None if choice.logprobs is None else choice.logprobs.rows(),
-            prompt_ids=None if ids is None else tuple(ids),
-            completion_ids=None if choice.token_ids is None else tuple(choice.token_ids),
-            num_prompt_tokens=usage.prompt_tokens,
-            num_completion_tokens=usage.completion_tokens,
-            num_choices=len(choices),
-            has_usage=self.usage is not None,
-        )
+        if listed is not None:
+            reply.prompt = tuple(_prompt_row(item) for item in listed)
+        if self.usage is not None:
+            reply.has_usage = True
+            reply.num_completion_tokens = self.usage.completion_tokens
+        reply.num_choices = max(reply.num_choices, len(choices))
 
 
 def _text_entry(text: str | None, logprob: float | None) -> Entry:
@@ -285,60 +298,15 @@ def _text_entry(text: str | None, logprob: float | None) -> Entry:
     return Entry(number, int(digits)) if is_id else Entry(number, None, text)
 
 
-def _joined(parts: list[Reply]) -> Reply:
-    """Join the parts of a reply, such as the events in a stream, to one reply."""
-
-    def last(name: str) -> Any:
-        return next((value for part in parts[::-1] if (value := getattr(part, name)) is not None), None)
-
-    def chained(name: str) -> Any:
-        values = [value for part in parts if (value := getattr(part, name)) is not None]
-        return tuple(chain.from_iterable(values)) if values else None
-
-    return Reply(
-        text="".join(part.text for part in parts),
-        prompt=last("prompt"),
-        completion=chained("completion"),
-        prompt_ids=last("prompt_ids"),
-        completion_ids=chained("completion_ids"),
-        num_prompt_tokens=last("num_prompt_tokens"),
-        num_completion_tokens=last("num_completion_tokens"),
-        num_choices=max((part.num_choices for part in parts), default=0),
-        has_usage=any(part.has_usage for part in parts),
-    )
-
-
-def _split_echo(reply: Reply, max_tokens: int) -> Reply:
-    """Move the rows of an echoed prompt from `completion` to `prompt`.
-
-    The number of generated tokens is at most `max_tokens`, because some servers count one token too many.
-    """
-    if reply.completion is None:
-        return reply
-    rows, counted = reply.completion, reply.num_completion_tokens
-    num_generated = max_tokens if counted is None else min(counted, max_tokens)
-    stop = len(rows) - min(num_generated, len(rows))
-    prompt: tuple[Row | None, ...] = rows[:stop]
-    if prompt and prompt[0] is not None and prompt[0].chosen and prompt[0].chosen.logprob is None:
-        prompt = (None, *prompt[1:])
-    return replace(reply, prompt=prompt, completion=rows[stop:])
-
-
-def _prompt_rows(listed: _PromptRows, ids: list[int] | None) -> tuple[Row | None, ...]:
-    """Convert prompt rows: vLLM's maps by token id, or this library's list of objects.
+def _prompt_row(item: dict[str, Any] | None) -> Row | None:
+    """Convert a prompt row: vLLM's map by token id, or this library's object.
 
     The first key in each of vLLM's maps is the prompt's token.
     """
-    rows: list[Row | None] = []
-    for index, item in enumerate(listed):
-        if item is None:
-            rows.append(None)
-        elif "logprob" in item:
-            rows.append(msgspec.convert(item, _Token).row())
-        else:
-            tokens = msgspec.convert(item, dict[_Id, _Token], strict=False)
-            entries = {key: replace(token.entry(), token_id=key) for key, token in tokens.items()}
-            own = ids[index] if ids is not None and len(ids) == len(listed) else -1
-            chosen = entries.get(own, next(iter(entries.values()), None))
-            rows.append(Row(chosen, tuple(entries.values()), is_map=True))
-    return tuple(rows)
+    if item is None:
+        return None
+    if "logprob" in item:
+        return msgspec.convert(item, _Token).row()
+    tokens = msgspec.convert(item, dict[_Id, _Token], strict=False)
+    entries = tuple(replace(token.entry(), token_id=key) for key, token in tokens.items())
+    return Row(entries[0] if entries else None, entries)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 import numpy as np
 from cachetools import LRUCache
 
-from logprobe.analysis.score import whole_rows
+from logprobe.analysis.comparison import POSITIONS_A_CALL, whole_parts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from logprobe.analysis.scorer import Scorer
 
 MAX_KEPT_BYTES: Final = 1 << 28
-POSITIONS_A_CALL: Final = 128
 
 
 @final
@@ -39,15 +38,11 @@ class Reference:
         key = (tuple(ids), start)
         if key in self._rows:
             return self._rows[key]
-        parts = []
-        for first in range(start, len(ids), POSITIONS_A_CALL):
-            stop = min(first + POSITIONS_A_CALL, len(ids))
-            (score,) = self._llm.score([(list(ids[:first]), list(ids[first:stop]))], logprobs=-1)
-            assert score.record is not None
-            parts.append(whole_rows(score.record))
-            if not self.info and score.record.info is not None:
-                self.info = json.loads(json.dumps(score.record.info.to_dict()))
-        rows = np.concatenate(parts)
+        parts = [part for *_, part in whole_parts(self._llm, np.array(ids), POSITIONS_A_CALL, start)]
+        info = parts[0].info
+        if not self.info and info is not None:
+            self.info = json.loads(json.dumps(info.to_dict()))
+        rows = np.concatenate([part.rows for part in parts])
         with suppress(ValueError):  # the rows are larger than the cache
             self._rows[key] = rows
         return rows

@@ -23,7 +23,6 @@ MAX_EVIDENCE: Final = 5
 PLOT_FLOOR_NATS: Final = 1e-8  # errors of 0 are drawn here on the logarithmic axis
 MAX_TEXT: Final = 80  # maximum number of characters of a prompt, a token or a server's message
 
-Area: TypeAlias = Literal["numbers", "conformance"]
 Where: TypeAlias = Literal["prompt", "completion"]
 
 NUMBER_KINDS: Final[dict[str, str]] = {
@@ -61,14 +60,17 @@ CONFORMANCE_KINDS: Final[dict[str, str]] = {
     "bytes-wrong": "{count} tokens have the bytes of another token",
     "text-wrong": "{count} tokens have the text of another token",
     "ignored": "fields are accepted with 200 and have no effect: {detail}",
+}
+"""Title of each kind of fault in the API, which does not affect log-probabilities."""
+
+NOTE_KINDS: Final[dict[str, str]] = {
     "unidentified": "{count} entries are of tokens that cannot be identified by their id, bytes or text",
-    "error": "{detail}",
     "form": "{detail}",
     "left-out": "{detail}",
 }
-"""Title of each kind of finding about departures from OpenAI's API that do not affect log-probabilities."""
+"""Title of each kind of note: what the server does not offer, or what could not be checked."""
 
-KINDS: Final[dict[str, str]] = NUMBER_KINDS | CONFORMANCE_KINDS
+KINDS: Final[dict[str, str]] = NUMBER_KINDS | CONFORMANCE_KINDS | NOTE_KINDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,11 +103,6 @@ class Finding:
     worst_nats: float | None = None
     evidence: tuple[Evidence, ...] = ()
     correction: str | None = None
-
-    @property
-    def area(self) -> Area:
-        """The verdict to which the finding belongs."""
-        return "numbers" if self.kind in NUMBER_KINDS else "conformance"
 
 
 class Findings:
@@ -150,9 +147,9 @@ class Findings:
         return any((kind, None) in self._kept for kind in kinds)
 
     def listed(self) -> tuple[Finding, ...]:
-        """Return all findings in order: faults in log-probabilities, faults in conformance, then notes."""
+        """Return all findings: faults, then notes."""
         found = [replace(finding, title=_filled_title(finding)) for finding in self._kept.values()]
-        return tuple(sorted(found, key=lambda one: (one.severity != "fault", one.area != "numbers")))
+        return tuple(sorted(found, key=lambda one: one.severity != "fault"))
 
 
 def _filled_title(finding: Finding) -> str:
@@ -171,21 +168,14 @@ def _distance(evidence: Evidence) -> float:
 class Errors:
     """Errors, in nats, of the log-probabilities reported for one kind of request.
 
-    They are measured against the distribution that fits best. `ask` describes the request, `of` says which
-    tokens are counted, `rank_flips` counts pairs of alternatives in the wrong order, and `widest_flip` is the
-    largest exact difference within such a pair.
+    They are measured against the distribution that fits best. `ask` describes the request.
     """
 
     ask: str
-    of: Literal["chosen", "alternatives"]
     distribution: str
     count: int
     worst: float
     mean: float
-    p99: float
-    kl: float | None = None
-    rank_flips: int = 0
-    widest_flip: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,20 +186,9 @@ class Steadiness:
     """
 
     circumstance: str
-    requests: int
     is_equal: bool
     worst: float | None = None
     begins_at: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FieldAnswer:
-    """Result of trying one request field."""
-
-    field: str
-    form: Literal["whole", "stream"]
-    answer: Literal["answered", "refused", "ignored", "error"]
-    detail: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,16 +220,14 @@ class AuditReport:
     endpoint: str
     model: str
     lora: str | None
-    server: str | None  # name and version as the server states them
+    server: str | None  # `owned_by` of the model, usually the server's name
     ours: dict[str, Any]  # facts about the model that computed the exact rows, from `LogprobsInfo`
     max_nats: float
-    asks: tuple[str, ...]
     requests: int
     rows: int
     distributions: dict[str, str]
     errors: tuple[Errors, ...]
     steadiness: tuple[Steadiness, ...]
-    fields: tuple[FieldAnswer, ...]
     findings: tuple[Finding, ...]
     stored: tuple[StoredPrompt, ...]
     worst_nats: float
@@ -260,11 +237,12 @@ class AuditReport:
     def numbers(self) -> Literal["PASS", "FAIL"]:
         """PASS if log-probabilities were compared, are within `max_nats`, and have no other fault."""
         is_near = bool(self.errors) and self.worst_nats <= self.max_nats
-        return "PASS" if is_near and not self.faults("numbers") else "FAIL"
+        return "PASS" if is_near and not self.faults else "FAIL"
 
-    def faults(self, area: Area) -> tuple[Finding, ...]:
-        """Return the faults that belong to one verdict, without notes."""
-        return tuple(one for one in self.findings if one.severity == "fault" and one.area == area)
+    @property
+    def faults(self) -> tuple[Finding, ...]:
+        """The faults in log-probabilities, without notes."""
+        return tuple(one for one in self.findings if one.severity == "fault" and one.kind in NUMBER_KINDS)
 
     def plot(self, path: str | Path) -> None:
         """Plot the endpoint's log-probabilities of the stored prompts against the exact ones.
@@ -302,10 +280,9 @@ class AuditReport:
         figure.savefig(path, format="png")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields and both verdicts as JSON-compatible values."""
+        """Return the verdict and all fields as JSON-compatible values."""
         values: dict[str, Any] = msgspec.to_builtins(self)
-        conformance = [finding.kind for finding in self.faults("conformance")]
-        return {"numbers": self.numbers, "conformance": conformance} | values
+        return {"numbers": self.numbers} | values
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> AuditReport:

@@ -1,8 +1,7 @@
-"""Match the rows in replies with tokens: find missing, repeated or shifted rows, and rows for other tokens.
+"""Identify the tokens in replies, and pair their log-probabilities with the exact rows.
 
-The token ids come from the reply or from the prompt; otherwise they are the ids whose bytes make up the
-reply's text. A row that cannot be matched with certainty is counted as unidentified, and its logprobs are not
-compared.
+Rows are paired with tokens by position, if a reply has as many rows as tokens. Otherwise, missing or repeated
+rows are reported. A row or entry whose token cannot be identified is counted, and not compared.
 """
 
 from __future__ import annotations
@@ -10,165 +9,120 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+import numpy as np
 
-    import numpy as np
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     from logprobe.analysis.auditing.forms import Ask, Reply, Row
     from logprobe.analysis.auditing.reference import Reference
     from logprobe.analysis.auditing.report import Findings
     from logprobe.analysis.auditing.tokens import Tokens
+    from logprobe.analysis.measures import Floats
 
 MAX_ROWS: Final = 4096  # maximum number of rows read from one reply
-RIGHT: Final = 0.75  # rows count as aligned if at least this share of them name the token at their position
-WRONG: Final = 0.5  # rows may be shifted if less than this share of them name the token at their position
+ALIGNED: Final = 0.75  # rows are aligned if at least this share of them name the token at their position
 
 
 @dataclass(slots=True)
 class Alignment:
-    """The rows in a reply, matched with the positions of tokens."""
+    """The rows in a reply, paired with the positions of tokens."""
 
     ids: tuple[int, ...]
     pairs: list[tuple[int, Row]] = field(default_factory=list)  # position and its row
     missing: list[int] = field(default_factory=list)  # positions without a row
     repeated: list[int] = field(default_factory=list)  # positions with two rows
     shift: int = 0
-    num_unknown: int = 0  # rows that match several positions, or none
+    num_unknown: int = 0  # rows that name no token, or another one than expected
 
 
 def align_prompt(rows: Sequence[Row | None], ids: tuple[int, ...], tokens: Tokens) -> Alignment:
-    """Match rows with the tokens of a prompt; the first token needs no row."""
+    """Pair rows with the tokens of a prompt; the first token needs no row."""
     rows = rows[:MAX_ROWS]
-    if len(rows) == len(ids) and _share(rows, ids, 0, tokens) < WRONG:
-        for by in (1, -1):
-            if _share(rows, ids, by, tokens) >= RIGHT:
-                moved = [
-                    (at, row) for at, row in enumerate(rows, by) if row is not None and 0 < at < len(ids)
-                ]
-                return Alignment(
-                    ids, [(at, row) for at, row in moved if _fits(row, ids[at], tokens)], shift=by
-                )
-    has_first = bool(rows) and (rows[0] is None or len(rows) == len(ids))
-    return _matched(rows[1:] if has_first else rows, ids, 1, tokens)
+    if rows and rows[0] is not None and len(rows) < len(ids):  # the first token has no row, not even null
+        rows = [None, *rows]
+    found = _align(rows, ids, tokens)
+    found.pairs = [(at, row) for at, row in found.pairs if at > 0]
+    found.missing = [at for at in found.missing if at > 0]
+    return found
 
 
 def align_completion(reply: Reply, tokens: Tokens) -> Alignment:
-    """Match rows with generated tokens: by token ids if the reply has them, otherwise by the reply's text."""
+    """Pair rows with generated tokens: the reply's ids, or the tokens that the rows name."""
     rows = (reply.completion or ())[:MAX_ROWS]
     if reply.completion_ids is None:
-        return _by_text(rows, reply.text, tokens)
-    found = _matched(rows, reply.completion_ids, 0, tokens)
-    # Tokens that give no text, such as an end of sequence, may have no row.
-    found.missing = [at for at in found.missing if not tokens.is_special(found.ids[at])]
-    return found
+        return _by_names(rows, reply.text, tokens)
+    ids = reply.completion_ids
+    while len(ids) > len(rows) and tokens.is_special(ids[-1]):  # they may have no row
+        ids = ids[:-1]
+    return _align(rows, ids, tokens)
 
 
-def _share(rows: Sequence[Row | None], ids: Sequence[int], by: int, tokens: Tokens) -> float:
-    """Return the share of the rows that fit the token `by` positions after their own position."""
-    within = [(at, row) for at, row in enumerate(rows, by) if row is not None and 0 <= at < len(ids)]
-    return sum(_fits(row, ids[at], tokens) for at, row in within) / max(len(within), 1)
-
-
-def _fits(row: Row, token_id: int, tokens: Tokens) -> bool:
-    return row.chosen is not None and tokens.may_be(row.chosen, token_id)
-
-
-def _matched(rows: Sequence[Row | None], ids: tuple[int, ...], first: int, tokens: Tokens) -> Alignment:
-    """Match rows with ids[first:], preserving the order of both.
-
-    The tokens that the rows name bound each row's position from below and above; a row is matched if the two
-    bounds coincide.
-    """
-    found, expected = Alignment(ids), ids[first:]
+def _align(rows: Sequence[Row | None], ids: tuple[int, ...], tokens: Tokens) -> Alignment:
+    found = Alignment(ids)
     kept: list[Row | None] = []
     for row in rows:
-        is_repeated = bool(kept) and row is not None and row == kept[-1]
-        if is_repeated and len(rows) - len(found.repeated) > len(expected):
-            found.repeated.append(first + len(kept) - 1)
+        if row is not None and kept[-1:] == [row] and len(rows) - len(found.repeated) > len(ids):
+            found.repeated.append(len(kept) - 1)
         else:
             kept.append(row)
-    if len(kept) == len(expected) and _share(kept, expected, 0, tokens) >= RIGHT:
-        earliest = latest = list(range(len(expected)))
-    else:
-        earliest = _earliest(kept, expected, tokens)
-        latest = [len(expected) - 1 - at for at in _earliest(kept[::-1], expected[::-1], tokens)][::-1]
-        if len(earliest) < len(kept):
-            found.num_unknown = len(kept)
-            return found
-    for row, at, last in zip(kept, earliest, latest, strict=True):
-        if row is not None and at == last:
-            found.pairs.append((first + at, row))
-        found.num_unknown += at != last
-    has_row = {first + at for at, row in zip(earliest, kept, strict=True) if row is not None}
-    found.missing = [at for at in range(first, len(ids)) if at not in has_row]
+    named = [None if row is None else tokens.id_of(row.chosen) for row in kept]
+    if len(kept) < len(ids):
+        found.missing = _unnamed(named, ids)
+    if len(kept) == len(ids):
+        for by in (0, 1, -1):
+            moved = [(at, row, name) for at, (row, name) in enumerate(zip(kept, named, strict=True), by)]
+            moved = [one for one in moved if one[1] is not None and 0 <= one[0] < len(ids)]
+            fits = [name == ids[at] for at, _, name in moved if name is not None]
+            if fits and np.mean(fits) >= ALIGNED:
+                # A row without a name is that of its position; one with another name is left out.
+                found.pairs = [(at, row) for at, row, name in moved if row and name in {None, ids[at]}]
+                found.shift = by
+                break
+    found.num_unknown = sum(row is not None for row in kept) - len(found.pairs)
     return found
 
 
-def _earliest(rows: Sequence[Row | None], ids: Sequence[int], tokens: Tokens) -> list[int]:
-    """Return the earliest position of each row that is later than the previous row's position.
+def _unnamed(named: Sequence[int | None], ids: Sequence[int]) -> list[int]:
+    """Return the positions of the ids that are passed over when each name is found in turn."""
+    found, at = [], 0
+    for name in named:
+        while name is not None and at < len(ids) and ids[at] != name:
+            found.append(at)
+            at += 1
+        at += 1
+    return [*found, *range(at, len(ids))]
 
-    The list ends before the first row that has no such position.
-    """
-    found: list[int] = []
+
+def _by_names(rows: Sequence[Row], text: str, tokens: Tokens) -> Alignment:
+    """Pair rows with the tokens that they name, as long as the tokens' bytes make up `text`."""
+    ids: list[int] = []
+    data, whole = b"", text.encode("utf-8", "replace").lstrip()
     for row in rows:
-        later = range(found[-1] + 1 if found else 0, len(ids))
-        at = next((at for at in later if row is None or _fits(row, ids[at], tokens)), None)
-        if at is None:
-            break
-        found.append(at)
-    return found
-
-
-def _by_text(rows: Sequence[Row], text: str, tokens: Tokens) -> Alignment:
-    """Match rows with the tokens whose bytes make up `text`, one after the other.
-
-    The rows after the first one that does not fit are unidentified.
-    """
-    data, ids, cursor = text.encode("utf-8", "replace"), list[int](), 0
-
-    def comes_next(token_id: int, row: Row) -> bool:
-        own, rest = tokens.vocabulary.token_bytes(token_id), data[cursor:]
-        if tokens.is_partial(text):  # the text cannot locate tokens; rely on the row's own token alone
-            assert row.chosen is not None
-            return tokens.is_right_text(row.chosen, token_id) and tokens.is_right_bytes(row.chosen, token_id)
-        if tokens.is_special(token_id) or rest.startswith(own) or own.startswith(rest):
-            return True  # the end of the text may be missing, or a space at its start
-        return cursor == 0 and rest.startswith(own.lstrip())
-
-    for row in rows:
-        options = [] if row.chosen is None else tokens.options(row.chosen)
-        token_id = next((token_id for token_id in options if comes_next(token_id, row)), None)
+        token_id = tokens.id_of(row.chosen)
         if token_id is None:
             break
+        data += b"" if tokens.is_special(token_id) else tokens.vocabulary.token_bytes(token_id)
+        if not whole.startswith(data.lstrip()) and not data.lstrip().startswith(whole):
+            break
         ids.append(token_id)
-        if not tokens.is_special(token_id):
-            own = tokens.vocabulary.token_bytes(token_id)
-            cursor += len(own if cursor or data.startswith(own) else own.lstrip())
     return Alignment(tuple(ids), list(enumerate(rows[: len(ids)])), num_unknown=len(rows) - len(ids))
-
-
-# -- rows with the exact rows --------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class Place:
-    """One row in a reply, with the ids of the tokens that its entries may mean."""
-
-    t: int  # index of the exact row in `Group.rows`
-    entries: list[tuple[list[int], float | None, bool]]  # possible ids, logprob, True for the chosen token
-    is_map: bool = False  # the alternatives are a map by text: two tokens with the same text are one entry
 
 
 @dataclass(slots=True)
 class Group:
-    """The rows in one reply, and the exact rows for the same tokens."""
+    """N logprobs in one reply, and the exact rows of its T positions."""
 
     ask: Ask
     rows: NDArray[np.float32]  # (T, V) exact raw log-probabilities, nats
     ids: tuple[int, ...]  # (T,) tokens that the rows predict
-    places: list[Place]
+    t: NDArray[np.int64]  # (N,) index of each logprob's exact row
+    token_ids: NDArray[np.int64]  # (N,)
+    theirs: Floats  # (N,) reported logprobs, nats; -inf if reported as null
+    is_chosen: NDArray[np.bool_]  # (N,) False for an alternative
+    unknown: frozenset[int] = frozenset()  # rows with an alternative that is not identified
 
     @property
     def first(self) -> int:
@@ -193,9 +147,9 @@ class Reader:
     def read(
         self, ask: Ask, reply: Reply, prompt_ids: tuple[int, ...], findings: Findings | None = None
     ) -> Group | None:
-        """Pair the rows of a prompt or completion with the exact rows; return None if there are no rows.
+        """Pair the rows of a prompt or completion with the exact rows; return None if none can be paired.
 
-        If `findings` is given, the rows are counted, and faults in their order, texts and bytes are added.
+        If `findings` is given, the rows are counted, and missing, repeated and shifted rows are added to it.
         """
         if ask.wants_prompt:
             aligned = align_prompt(reply.prompt or (), prompt_ids, self.tokens)
@@ -204,63 +158,45 @@ class Reader:
             aligned = align_completion(reply, self.tokens)
             ids, start, has_rows = prompt_ids + aligned.ids, len(prompt_ids), bool(reply.completion)
         if findings is not None and has_rows:
+            self.num_rows += len(aligned.pairs)
             self.num_unknown += aligned.num_unknown
-        if not has_rows or not 0 < start < len(ids):
+            self._check(ask, aligned, findings)
+        if not aligned.pairs or not 0 < start < len(ids):
             return None
-        group = Group(ask, self.reference.rows(ids, start), ids[start:], [])
-        group.places = [self._place(at - group.first, aligned.ids[at], row) for at, row in aligned.pairs]
+        first = int(ask.wants_prompt)
+        entries, unknown = [], []
+        for at, row in aligned.pairs:
+            if row.chosen is not None:
+                entries.append((at - first, aligned.ids[at], row.chosen.logprob, True))
+            for entry in row.alternatives or ():
+                token_id = self.tokens.id_of(entry)
+                if token_id is None:
+                    unknown.append(at - first)
+                else:
+                    entries.append((at - first, token_id, entry.logprob, False))
         if findings is not None:
-            self._check(group, aligned, findings)
-        return group
+            self.num_unknown += len(unknown)
+        return Group(
+            ask,
+            self.reference.rows(ids, start),
+            ids[start:],
+            t=np.array([t for t, *_ in entries], np.int64),
+            token_ids=np.array([token_id for _, token_id, _, _ in entries], np.int64),
+            theirs=np.array([-np.inf if one is None else one for _, _, one, _ in entries], np.float64),
+            is_chosen=np.array([is_chosen for *_, is_chosen in entries], np.bool_),
+            unknown=frozenset(unknown),
+        )
 
-    def _place(self, t: int, token_id: int, row: Row) -> Place:
-        alternatives = row.alternatives or ()
-        entries = [] if row.chosen is None else [([token_id], row.chosen.logprob, True)]
-        entries += [(self.tokens.named(entry), entry.logprob, False) for entry in alternatives]
-        return Place(t, entries, is_map=row.is_map and any(entry.token_id is None for entry in alternatives))
-
-    def _check(self, group: Group, aligned: Alignment, findings: Findings) -> None:
-        self.num_rows += len(group.places)
-        self.num_unknown += sum(not ids for place in group.places for ids, _, _ in place.entries)
-        for position, row in aligned.pairs:
-            for kind, token_id, note in self._wrong_words(aligned.ids[position], row):
-                evidence = group.ask.evidence(position, token=self.tokens.show(token_id), note=note)
-                findings.add(kind, evidence=[evidence])
+    def _check(self, ask: Ask, aligned: Alignment, findings: Findings) -> None:
         shifted = [position for position, _ in aligned.pairs] if aligned.shift else []
-        for kind, positions in (
-            ("rows-missing", aligned.missing),
-            ("rows-repeated", aligned.repeated),
-            ("shifted", shifted),
-        ):
+        kinds = {"rows-missing": aligned.missing, "rows-repeated": aligned.repeated, "shifted": shifted}
+        for kind, positions in kinds.items():
             if positions:
+                shown = [(at, self.tokens.show(aligned.ids[at])) for at in positions[:5]]
                 findings.add(
                     kind,
-                    evidence=[
-                        group.ask.evidence(at, token=self.tokens.show(aligned.ids[at]))
-                        for at in positions[:5]
-                    ],
+                    evidence=[ask.evidence(at, token=token) for at, token in shown],
                     count=len(positions),
-                    of=len(group.ids),
+                    of=len(aligned.ids) - int(ask.wants_prompt),
                     correction=f"take the row {-aligned.shift:+d}" if aligned.shift else None,
                 )
-
-    def _wrong_words(self, token_id: int, row: Row) -> Iterator[tuple[str, int, str]]:
-        """Yield (kind of fault, token id, note) for wrong texts and bytes, and for tokens listed twice."""
-        named = [] if row.chosen is None else [(row.chosen, token_id)]
-        seen = []
-        for entry in row.alternatives or ():
-            ids = self.tokens.ids_of(entry)
-            if len(ids) == 1 and not self.tokens.is_partial(entry.text):
-                seen.append(ids[0])
-            has_other_bytes = entry.data is not None and not any(
-                self.tokens.is_right_bytes(entry, one) for one in ids
-            )
-            named += [(entry, ids[0])] if ids and (entry.token_id is not None or has_other_bytes) else []
-        for entry, known_id in named:
-            if not self.tokens.is_right_text(entry, known_id):
-                yield "text-wrong", known_id, f"text {entry.text!r:.40}"
-            if not self.tokens.is_right_bytes(entry, known_id):
-                own = self.tokens.vocabulary.token_bytes(known_id)
-                yield "bytes-wrong", known_id, f"bytes {entry.data!r:.40}, the token has {own!r:.40}"
-        if len({*seen}) < len(seen):
-            yield "ids-repeated", token_id, ""

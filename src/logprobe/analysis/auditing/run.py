@@ -1,6 +1,6 @@
 """`audit`: send requests to a server, compare the replies with the exact rows, and report where they differ.
 
-Requests are sent one at a time, except the concurrent ones of `steady` and the trials of `fields`.
+Requests are sent one at a time, except the concurrent ones of `circumstances`.
 """
 
 from __future__ import annotations
@@ -8,34 +8,32 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from logprobe.analysis.auditing.changes import compare_with_before
+from logprobe.analysis.auditing.circumstances import Circumstances
 from logprobe.analysis.auditing.compare import Comparison
 from logprobe.analysis.auditing.endpoint import Connection, Endpoint
-from logprobe.analysis.auditing.fields import Fields
 from logprobe.analysis.auditing.forms import CHAT_FORMS, PROMPT_FORMS, Ask, Reply
 from logprobe.analysis.auditing.reference import Reference
 from logprobe.analysis.auditing.report import MAX_TEXT, AuditReport, Findings
 from logprobe.analysis.auditing.rows import Reader
-from logprobe.analysis.auditing.session import WITHOUT_ROWS, Session
-from logprobe.analysis.auditing.steady import Steady
+from logprobe.analysis.auditing.session import Session
 from logprobe.analysis.auditing.tokens import Tokens
-from logprobe.errors import ServerError, UnreachableError, require
+from logprobe.errors import require
 from logprobe.transport.http_client import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Coroutine, Iterator, Sequence
 
     from logprobe.analysis.auditing.session import Progress
     from logprobe.analysis.scorer import Scorer
 
+T = TypeVar("T")
 MAX_NATS: Final = 1e-3
 MAX_TEXTS: Final = 32
 MAX_PROMPT_TOKENS: Final = 48  # maximum length of a prompt whose whole rows are compared
 GENERATED: Final = 12  # tokens generated per request
-NUM_REQUESTS: Final = 170  # approximate number of requests, for the progress bar
-NUM_QUICK_REQUESTS: Final = 110
 TEXTS: Final = (
     "The harbour was quiet in the early light, and the boats lay still.",
     "def area(width, height):\n    return width * height\n\nprint(area(3,",
@@ -75,7 +73,6 @@ def audit(
     model: str | None = None,
     texts: Sequence[str] | None = None,
     lora: str | None = None,
-    base: Scorer | None = None,
     before: AuditReport | None = None,
     max_nats: float = MAX_NATS,
     quick: bool = False,
@@ -89,12 +86,11 @@ def audit(
         model: the model's name on the server; None uses the first model that the server lists.
         texts: prompts; None uses the prompts in `before`, or six built-in ones.
         lora: the server's name for the LoRA adapter that `llm` runs with.
-        base: the model without the LoRA adapter; None uses `llm.with_lora(None)`.
         before: an earlier report on the same endpoint, to find out what has changed.
         max_nats: maximum difference from the exact log-probabilities that passes, in nats; a bfloat16 server
             needs about 0.3.
         quick: test fewer prompt lengths and fewer concurrent requests.
-        progress: called with the number of requests done, the number planned, and the current check.
+        progress: called with the number of requests done and the current check.
 
     Raises:
         ParameterError: an argument is invalid, `lora` is set but `llm` runs without an adapter, or the server
@@ -106,93 +102,63 @@ def audit(
     is_list = not isinstance(texts, str) and (texts is None or len(texts) > 0)
     is_texts = is_list and all(isinstance(text, str) and text for text in texts or ())
     require(is_texts, "texts", "must be a list of texts that are not empty", got=texts)
-    if base is None and lora is not None:
-        remedy = "give llm.with_lora(NAME), or base beside merged weights"
-        require(llm.lora is not None, "lora", f"needs an llm that runs on these weights: {remedy}")
-        base = llm.with_lora(None)  # type: ignore[attr-defined]
     tokens, findings = Tokens(llm.text), Findings()
-    reader = Reader(tokens, Reference(llm))
-    base_reader = None if base is None else Reader(tokens, Reference(base))
-    comparison = Comparison(reader, base_reader, findings, max_nats)
+    reader, base = Reader(tokens, Reference(llm)), None
+    if lora is not None:
+        require(llm.lora is not None, "lora", "needs an llm with the adapter; give llm.with_lora(NAME)")
+        base = Reader(tokens, Reference(llm.with_lora(None)))  # type: ignore[attr-defined]
+    comparison = Comparison(reader, base, findings, max_nats)
     max_len = int(llm.engine.capabilities().max_model_len)
     server = Endpoint(endpoint) if isinstance(endpoint, str) else endpoint
 
     async def run() -> AuditReport:
         async with Connection(server) as connection:
-            listed, version = await _identify(connection)
-            name = listed if model is None else model
-            planned = NUM_QUICK_REQUESTS if quick else NUM_REQUESTS
-            session = Session(connection, len(llm.text.vocabulary), lora or name, progress, planned)
+            session = Session(connection, len(llm.text.vocabulary), lora or model, progress)
             await session.meet()
-            _note_forms(session, findings)
+            for form, message in session.absent.items():
+                title = f"the server has no {form}: {printable(message, MAX_TEXT)}"
+                findings.add("form", title, is_note=True)
             prompts = _prompts(texts, before, tokens, min(MAX_PROMPT_TOKENS, max_len - GENERATED - 2))
             replies = await _send_all(_asks(session, prompts, tokens), session, findings)
             session.tell("comparing")
             comparison.compare(replies)
             is_known = not findings.has(*OF_ANOTHER)
-            steady = Steady(session, comparison, max_len, is_quick=quick, is_known=is_known)
+            steady = Circumstances(session, comparison, max_len, is_quick=quick, is_known=is_known)
             await steady.run()
-            fields = await Fields(session, comparison, is_known).run()
-            num_requests = connection.num_requests
         if before is not None:
             compare_with_before(before, comparison.stored, findings, max_nats)
         if reader.num_unknown:
-            num_rows = max(reader.num_rows, 1)
-            findings.add("unidentified", is_note=True, count=reader.num_unknown, of=num_rows)
+            of = max(reader.num_rows, 1)
+            findings.add("unidentified", is_note=True, count=reader.num_unknown, of=of)
         return AuditReport(
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             endpoint=server.url,
-            model=name or "",
+            model=session.model or "",
             lora=lora,
-            server=version,
+            server=session.owner,
             ours=reader.reference.info,
             max_nats=max_nats,
-            asks=tuple(dict.fromkeys(ask.label for ask, _ in replies)),
-            requests=num_requests,
+            requests=connection.num_requests,
             rows=reader.num_rows,
             distributions=comparison.distributions,
             errors=tuple(comparison.errors),
             steadiness=tuple(steady.rows),
-            fields=tuple(fields),
             findings=findings.listed(),
             stored=tuple(comparison.stored),
             worst_nats=max((error.worst for error in comparison.errors), default=0.0),
         )
 
+    return in_new_loop(run)
+
+
+def in_new_loop(run: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Run a coroutine in an event loop of its own, in a thread if a loop runs already, as in notebooks."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(run())
-    with ThreadPoolExecutor(1, thread_name_prefix="logprobe-audit") as pool:  # in notebooks a loop runs here
-        return pool.submit(asyncio.run, run()).result()
-
-
-async def _identify(connection: Connection) -> tuple[str | None, str | None]:
-    """Return the first model that a server lists, and the name and version that the server states."""
-    listed = await connection.send("/v1/models")
-    data = listed.get("data") if isinstance(listed, dict) else None
-    first = data[0] if isinstance(data, list) and data and isinstance(data[0], dict) else {}
-    words = [first.get("owned_by")]
-    for path, name in (("/version", "version"), ("/props", "build_info")):
-        try:
-            facts = await connection.send(path)
-        except UnreachableError:
-            raise
-        except ServerError:  # other servers serve HTML at this path
-            continue
-        words.append(facts.get(name) if isinstance(facts, dict) else None)
-    model = first.get("id")
-    version = printable(" ".join(word for word in words if isinstance(word, str)), MAX_TEXT)
-    return model if isinstance(model, str) else None, version or None
-
-
-def _note_forms(session: Session, findings: Findings) -> None:
-    for form, message in session.refused.items():
-        title = f"the server has no {form}: {printable(message, MAX_TEXT)}"
-        findings.add("form", title, is_note=True)
-    for form in session.without_rows:
-        if form not in {"completions", "chat"}:  # `fields` reports these two as faults
-            findings.add("form", f"{form}: {WITHOUT_ROWS}", is_note=True)
+    with ThreadPoolExecutor(1, thread_name_prefix="logprobe-audit") as pool:
+        return pool.submit(lambda: asyncio.run(run())).result()
 
 
 def _prompts(
@@ -230,18 +196,14 @@ def _asks(session: Session, texts: Sequence[str], tokens: Tokens) -> Iterator[As
 
 async def _send_all(asks: Iterator[Ask], session: Session, findings: Findings) -> list[tuple[Ask, Reply]]:
     replies = []
-    was_generating = True
+    await session.settle()
     for ask in asks:
-        is_prompt = ask.form in PROMPT_FORMS
-        if is_prompt and was_generating:
-            await session.settle()
-        was_generating = not is_prompt
+        session.tell(ask.label)
         reply = await session.ask(ask)
         if isinstance(reply, Reply):
             replies.append((ask, reply))
         else:
             title = f"{ask.label} is not answered ({{count}} requests)"
             evidence = [ask.evidence(note=str(reply))]
-            findings.add("error" if reply.is_failure else "form", title, is_note=True, evidence=evidence)
-        session.tell(ask.label)
+            findings.add("form", title, is_note=True, evidence=evidence)
     return replies

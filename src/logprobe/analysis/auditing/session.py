@@ -1,4 +1,4 @@
-"""Session of an audit with a server: find out which forms of requests it answers, and send requests."""
+"""Session with a server: find out which forms of requests it answers, and send requests."""
 
 from __future__ import annotations
 
@@ -8,17 +8,21 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from logprobe.analysis.auditing.endpoint import Refusal
 from logprobe.analysis.auditing.forms import FORMS, PROMPT_FORMS, Ask, Reply, read
+from logprobe.analysis.auditing.report import MAX_TEXT
 from logprobe.errors import ServerError, UnreachableError
+from logprobe.transport.http_client import printable
 
 if TYPE_CHECKING:
     from logprobe.analysis.auditing.endpoint import Connection
 
-Progress: TypeAlias = Callable[[int, int, str], None]
+Extras: TypeAlias = Mapping[str, Any]
+Progress: TypeAlias = Callable[[int, str], None]
 TRIAL_TEXT: Final = "The sky above the port was"
-EXTRAS: Final[tuple[dict[str, Any], ...]] = ({"return_token_ids": True}, {})
-"""Fields that make a server return token ids, if it supports them; each set is tried in turn."""
 EXTRA_IDS: Final = 2048  # ids that a reply may have beyond the request, such as the chat template's tokens
 WITHOUT_ROWS: Final = "200, and no row of log-probabilities"
+_TOKEN_STRINGS: Final = {"return_tokens_as_token_ids": True}
+ID_EXTRAS: Final[tuple[Extras, ...]] = ({"return_token_ids": True} | _TOKEN_STRINGS, _TOKEN_STRINGS, {})
+"""Fields that make a server return the id of every token, if it supports them; tried in turn."""
 
 
 @dataclass(slots=True)
@@ -27,14 +31,13 @@ class Session:
 
     connection: Connection
     num_ids: int  # vocabulary size of the model that computes the exact rows
-    model: str | None = None
+    model: str | None = None  # name of the model on the server; `meet` sets the first one that is listed
     progress: Progress | None = None
-    planned: int = 0  # number of requests planned, for `progress`
-    extras: dict[str, dict[str, Any]] = field(default_factory=dict)  # per answered form: extra fields to send
-    refused: dict[str, str] = field(default_factory=dict)  # per refused form: the server's message
-    without_rows: list[str] = field(default_factory=list)  # forms answered with 200, but without rows
+    tried: tuple[Extras, ...] = ID_EXTRAS
+    owner: str | None = None  # `owned_by` of the server's model, usually the server's name
+    extras: dict[str, Extras] = field(default_factory=dict)  # per answered form: extra fields to send
+    absent: dict[str, str] = field(default_factory=dict)  # per other form: the server's message
     min_tokens: dict[str, int] = field(default_factory=dict)  # per form: fewest tokens to generate
-    takes_ids: bool = True  # the server accepts prompts as token ids
     done: int = 0
 
     @property
@@ -55,13 +58,13 @@ class Session:
             ParameterError: the server rejects the key.
         """
         ask = replace(ask, max_tokens=max(ask.max_tokens, self.min_tokens.get(ask.form, 0)))
-        reply = await self._send(ask, {} if ask.is_plain else self.extras.get(ask.form, {}))
+        reply = await self._send(ask, self.extras.get(ask.form, {}))
         self.done += 1
         if isinstance(reply, Reply):
             self._check_ids(reply, ask)
         return reply
 
-    async def _send(self, ask: Ask, extras: Mapping[str, Any]) -> Reply | Refusal:
+    async def _send(self, ask: Ask, extras: Extras) -> Reply | Refusal:
         path = FORMS[ask.form]
         body = ask.body(extras) | ({} if self.model is None else {"model": self.model})
         return read(await self.connection.send(path, body), ask, f"POST {self.connection.url}{path}")
@@ -92,32 +95,37 @@ class Session:
     def tell(self, what: str) -> None:
         """Report progress."""
         if self.progress is not None:
-            self.progress(self.done, max(self.planned, self.done), what)
+            self.progress(self.done, what)
 
     async def meet(self) -> None:
-        """Try each form of request with a short prompt.
+        """Fetch the name of the model, and try each form of request with a short prompt.
 
         Raises:
             ServerError: the server answers neither completions nor chats.
             UnreachableError, ParameterError: `Connection.send` raised this error.
         """
+        await self._identify()
         for form in FORMS:
             await self._try(form)
-        if not self.extras and not {*self.without_rows} & {"completions", "chat"}:
-            message = self.refused.get("completions", "no form is answered")
+        if not self.extras and WITHOUT_ROWS not in {self.absent["completions"], self.absent["chat"]}:
             raise ServerError(
-                f"{self.connection.url}: answers no completion and no chat ({message}); "
+                f"{self.connection.url}: answers no completion and no chat ({self.absent['completions']}); "
                 "is it a server with OpenAI's interface?"
             )
-        if self.completion_form is not None:
-            ids = Ask(form=self.completion_form, prompt=(1, 2, 3), max_tokens=1, num_top=1)
-            self.takes_ids = isinstance(await self._answer(ids, {}), Reply)
+
+    async def _identify(self) -> None:
+        listed = await self.connection.send("/v1/models")
+        data = listed.get("data") if isinstance(listed, dict) else None
+        first = data[0] if isinstance(data, list) and data and isinstance(data[0], dict) else {}
+        self.owner = printable(str(first.get("owned_by") or ""), MAX_TEXT) or None
+        if self.model is None and isinstance(first.get("id"), str):
+            self.model = first["id"]
 
     async def _try(self, form: str) -> None:
-        """Try one form of request, with and without the fields that request token ids."""
+        """Try one form of request with each set of fields that request token ids."""
         best: Reply | Refusal | None = None
         for max_tokens in (0, 1) if form in PROMPT_FORMS else (2,):
-            for extras in EXTRAS:
+            for extras in self.tried:
                 ask = Ask(form=form, prompt=TRIAL_TEXT, max_tokens=max_tokens, num_top=2).as_chat()
                 reply = await self._answer(ask, extras)
                 # Prefer a reply without rows to a refusal, and the last refusal, because the last request is
@@ -128,12 +136,9 @@ class Session:
                     self.extras[form] = extras
                     self.min_tokens[form] = max_tokens if form in PROMPT_FORMS else 0
                     return
-        if isinstance(best, Refusal):
-            self.refused[form] = str(best)
-        else:
-            self.without_rows.append(form)
+        self.absent[form] = str(best) if isinstance(best, Refusal) else WITHOUT_ROWS
 
-    async def _answer(self, ask: Ask, extras: Mapping[str, Any]) -> Reply | Refusal:
+    async def _answer(self, ask: Ask, extras: Extras) -> Reply | Refusal:
         """Send a request; treat an unreadable reply as a refusal, because servers' routes differ."""
         try:
             return await self._send(ask, extras)

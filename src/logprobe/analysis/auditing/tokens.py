@@ -1,12 +1,13 @@
-"""Identify tokens from what servers report: an id, bytes, a text, or the token's string in the vocabulary."""
+"""Identify tokens by id or bytes, and convert prompts to token ids."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from contextlib import suppress
 from functools import cached_property
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Final, final
 
 from logprobe.errors import ParameterError
+from logprobe.text.chat import Layout, read_messages
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,8 +16,7 @@ if TYPE_CHECKING:
     from logprobe.models import Vocabulary
     from logprobe.text.edge import TextEdge
 
-REPLACEMENT = "�"  # stands for bytes that are not a whole character
-ERRORS = ("replace", "ignore")  # servers either replace such bytes or leave them out
+SENTENCEPIECE_SPACE: Final = "▁"
 
 
 @final
@@ -27,92 +27,27 @@ class Tokens:
         self.edge = text
         self.vocabulary: Vocabulary = text.vocabulary
 
-    # -- what an entry names -------------------------------------------------------------------------------
+    # -- entries of replies --------------------------------------------------------------------------------
+
+    def id_of(self, entry: Entry | None) -> int | None:
+        """Return the id of an entry's token, or of the only token with its bytes; None if it is unknown."""
+        if entry is None:
+            return None
+        if entry.token_id is not None:
+            return entry.token_id if 0 <= entry.token_id < len(self.vocabulary) else None
+        return None if entry.data is None else self._by_bytes.get(entry.data)
 
     @cached_property
-    def _by_bytes(self) -> dict[bytes, list[int]]:
-        table: dict[bytes, list[int]] = defaultdict(list)
-        for token_id in range(len(self.vocabulary)):
-            table[self.vocabulary.token_bytes(token_id)].append(token_id)
-        return dict(table)
-
-    @cached_property
-    def _by_text(self) -> dict[str, list[int]]:
-        """For each text, the ids of the tokens that may be reported as that text, exact matches first."""
-        table: dict[str, list[int]] = defaultdict(list)
-        pieces = self.edge.tokenizer.convert_ids_to_tokens(list(range(len(self.vocabulary))))
-        for token_id, piece in enumerate(pieces):
-            data = self.vocabulary.token_bytes(token_id)
-            texts = {self.vocabulary.token_text(token_id), *(data.decode("utf-8", how) for how in ERRORS)}
-            texts |= {piece} if isinstance(piece, str) else set()
-            texts |= {"bytes:" + "".join(f"\\x{byte:02x}" for byte in data)} if data else set()
-            for text in texts:
-                table[text].append(token_id)
-        for token_id in range(len(self.vocabulary)):
-            text = self.vocabulary.token_text(token_id)
-            if text.startswith(" "):  # SentencePiece drops the leading space of a text
-                table[text[1:]].append(token_id)
-        return dict(table)
-
-    def ids_of(self, entry: Entry) -> list[int]:
-        """Return the ids of the tokens that an entry may mean, judged by the entry's most reliable field."""
-        if entry.token_id is not None:
-            return [entry.token_id] if 0 <= entry.token_id < len(self.vocabulary) else []
-        by_text = [] if entry.text is None else self._by_text.get(entry.text, [])
-        by_bytes = [] if entry.data is None else self._by_bytes.get(entry.data, [])
-        return [token_id for token_id in by_text if token_id in by_bytes] or by_text or by_bytes
-
-    def options(self, entry: Entry) -> list[int]:
-        """Return the ids of the tokens that match either the text or the bytes of an entry."""
-        ids = self.ids_of(entry)
-        if entry.token_id is None and entry.data is not None:
-            ids = list(dict.fromkeys([*ids, *self._by_bytes.get(entry.data, [])]))
-        return ids
-
-    def named(self, entry: Entry) -> list[int]:
-        """Return `ids_of(entry)`, or [] if the text may come from several tokens with partial characters."""
-        ids = self.ids_of(entry)
-        if entry.token_id is not None or entry.data is not None or len(ids) == 1:
-            return ids
-        partial = (self.vocabulary.token_bytes(token_id) for token_id in ids if not self.is_whole(token_id))
-        is_lossy = any(entry.text in {data.decode("utf-8", how) for how in ERRORS} for data in partial)
-        return [] if is_lossy else ids
-
-    def may_be(self, entry: Entry, token_id: int) -> bool:
-        """Return True if an entry may mean the token, as an entry without id, text and bytes always may."""
-        if entry.token_id is not None:
-            return entry.token_id == token_id
-        is_empty = entry.text is None and entry.data is None
-        return is_empty or token_id in self.ids_of(entry) or self.is_partial(entry.text)
-
-    def is_right_text(self, entry: Entry, token_id: int) -> bool:
-        """Return True if the entry's text is one that servers write for this token."""
-        text = entry.text
-        if text is None or token_id in self._by_text.get(text, ()) or self.is_partial(text):
-            return True
-        if self.is_special(token_id):
-            return text == ""
-        whole = self.vocabulary.token_bytes(token_id).decode("utf-8", "ignore")
-        return text == "" or text.strip() == whole.strip() or text == self.edge.tokenizer.decode([token_id])
-
-    def is_right_bytes(self, entry: Entry, token_id: int) -> bool:
-        """Return True if the entry's bytes are this token's bytes, or empty for a special token."""
-        data, own = entry.data, self.vocabulary.token_bytes(token_id)
-        if data is None or data == own:
-            return True
-        if self.is_special(token_id):
-            return not data
-        return bool(data) and data.strip() == own.strip() and data.lstrip() == own.lstrip()
-
-    @staticmethod
-    def is_partial(text: str | None) -> bool:
-        """Return True if a text contains U+FFFD, which replaces bytes that are not a whole character."""
-        return text is not None and REPLACEMENT in text
-
-    def is_whole(self, token_id: int) -> bool:
-        """Return True if the token's bytes are whole characters, so that a text identifies the token."""
-        data = self.vocabulary.token_bytes(token_id)
-        return data.decode("utf-8", "ignore").encode() == data
+    def _by_bytes(self) -> dict[bytes, int | None]:
+        """The id of the token with these bytes, None if several tokens have them."""
+        named = [(self.vocabulary.token_bytes(one), one) for one in range(len(self.vocabulary))]
+        if self.edge.backend.token_to_id(SENTENCEPIECE_SPACE) is not None:
+            # Texts, and bytes made from them, may lack a token's leading space.
+            named += [(data[1:], token_id) for data, token_id in named if data.startswith(b" ")]
+        table: dict[bytes, int | None] = {}
+        for data, token_id in named:
+            table[data] = token_id if table.get(data, token_id) == token_id else None
+        return table
 
     def is_special(self, token_id: int) -> bool:
         """Return True for a special token, which texts leave out."""
@@ -171,28 +106,21 @@ class Tokens:
             found["with EOS before"] = (eos, *bare)
         return {name: other for name, other in found.items() if other != own and len(other) > 1}
 
-    def layouts(self, ask: Ask, systems: Sequence[str]) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    def layouts(self, ask: Ask, systems: Sequence[str]) -> dict[str, tuple[int, ...]]:
         """Return other layouts of a chat: with a system prompt, or without the generation prompt.
 
-        The second result has the template's error message for each layout that the template rejects; Gemma's
-        template, for example, has no system prompt.
+        Layouts that the template rejects are left out; Gemma's template, for example, has no system prompt.
         """
         messages = ask.messages
-        conversations = {"without the beginning of the answer": messages}
-        if messages[0]["role"] != "system":
-            for text in systems:
+        found = {}
+        with suppress(ParameterError):
+            found["without the beginning of the answer"] = self._lay_out(messages, begins_answer=False)
+        for text in systems if messages[0]["role"] != "system" else ():
+            with suppress(ParameterError):
                 system = {"role": "system", "content": text}
-                conversations[f"with a system text {text!r}"] = [system, *messages]
-        found, refused = {}, {}
-        for name, conversation in conversations.items():
-            try:
-                found[name] = self._lay_out(conversation, begins_answer=conversation is not messages)
-            except ParameterError as error:
-                refused[name] = str(error)
-        return found, refused
+                found[f"with a system text {text!r}"] = self._lay_out([system, *messages])
+        return found
 
     def _lay_out(self, messages: list[dict[str, str]], *, begins_answer: bool = True) -> tuple[int, ...]:
-        from logprobe.text.chat import Layout, read_messages
-
         layout = Layout(add_generation_prompt=begins_answer)
         return tuple(read_messages(messages, self.edge, layout).tolist())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from logprobe.processors.pipeline import ActiveSample
     from logprobe.records.values import IntArray
     from logprobe.transport.messages import Drafts, PausedBy, Request
+
+
+GENERATOR: Final = "philox4x64-10"  # name of the algorithm in `LogprobsInfo`
 
 
 def new_generator(request: Request, number: int, index: int, seed: int) -> np.random.Generator:

@@ -10,7 +10,7 @@ import asyncio
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 
 from msgspec.structs import replace
 
@@ -21,7 +21,7 @@ from logprobe.next_token.source import settle
 from logprobe.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Coroutine, Sequence
 
     from logprobe.engine.backends.bridge import LoopThread
     from logprobe.engine.protocol import Capabilities
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from logprobe.next_token.rows import Prefix, Row, SampledIds
     from logprobe.next_token.source import BegunRow
     from logprobe.records.values import IntArray
+
+T = TypeVar("T")
 
 ROW_EXCHANGES: Final = 4  # concurrent requests: some are computed while others are transferred
 MAX_ROWS: Final = 64  # rows per HTTP request
@@ -136,7 +138,16 @@ class ServerRows:
             require(getattr(params, name) == default, name, elsewhere)
         limits = self.capabilities()
         check_tokens(prompt, params, max_len=limits.max_model_len, vocab_size=limits.vocab_size)
-        return await asyncio.wrap_future(self._bridge.start(self._sample(prompt, params)))
+        vocab_size = limits.vocab_size
+        return await self.exchange(lambda link: ask_sample(link, prompt, params, vocab_size))
+
+    async def exchange(self, ask: Callable[[Link], Coroutine[Any, Any, T]]) -> T:
+        """Run a request on the bridge's loop, with a bounded number of others; may be called in any loop.
+
+        Raises:
+            LogprobeError: the request failed, or the source was closed.
+        """
+        return await asyncio.wrap_future(self._bridge.start(self._in_room(ask)))
 
     def close(self) -> None:
         """Fail all requests in flight with `EngineClosedError`. The event loop is not closed."""
@@ -219,15 +230,15 @@ class ServerRows:
         self._weights_number += self._source not in {None, model}
         self._source = model
 
-    async def _sample(self, prompt: IntArray, params: SamplingParams) -> SampledIds:
+    async def _in_room(self, ask: Callable[[Link], Coroutine[Any, Any, T]]) -> T:
         self._check_open()
         task = asyncio.current_task()
         self._samples.add(task)
         try:
             async with self._sample_room:
-                return await ask_sample(self._link, prompt, params, self.capabilities().vocab_size)
+                return await ask(self._link)
         except asyncio.CancelledError:
-            self._check_open()  # if this does not raise, the caller cancelled the sample
+            self._check_open()  # if this does not raise, the caller cancelled the request
             raise
         finally:
             self._samples.discard(task)

@@ -1,36 +1,24 @@
 """Computes log-probabilities, ranks, top-k and extra columns from rows of logits.
 
-Arguments are validated once, before anything is computed; kernels do not check them again. The device of the
+The device of the
 logits selects the kernel: NumPy arrays and tensors on the CPU are computed in NumPy's memory by the native
 library, tensors on other devices by `kernels.extraction.device`, which needs torch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from logprobe.errors import ParameterError
+from logprobe.kernels.extraction.requests import allocate, check_requests, check_rows
 from logprobe.kernels.info import native_library
-from logprobe.kernels.placement import as_rows, is_array
-from logprobe.records.rows import KERNEL_EXTRAS, DeviceRows, GivenLogprobs, host_array
+from logprobe.kernels.placement import as_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    import numpy.typing as npt
-    from numpy.typing import NDArray
-    from torch import Tensor
-
+    from logprobe.kernels.extraction.requests import GivenLike, IdsLike, RowRequests
     from logprobe.kernels.placement import Rows
-    from logprobe.records.rows import Column
-
-IdsLike: TypeAlias = "Tensor | NDArray[np.integer] | Sequence[int]"
-GivenLike: TypeAlias = "IdsLike | Sequence[IdsLike | None] | None"
-
-LOGITS_DTYPES = ("float32", "float16", "bfloat16")
+    from logprobe.records.rows import DeviceRows
 
 
 def extract(
@@ -87,7 +75,13 @@ def fill(logits: Rows, requests: RowRequests, output: DeviceRows) -> None:
     if not isinstance(logits, np.ndarray):
         from logprobe.kernels.extraction import device
 
-        device.fill(logits, requests, output)
+        if device.has_kernel(logits):
+            from logprobe.kernels.extraction import triton
+
+            with device.current_of(logits):
+                triton.fill(logits, requests, output)
+        else:
+            device.copy(extract_checked(logits.detach().cpu(), device.on_host(requests)), output)
     elif native_library() is None:
         from logprobe.kernels.extraction import reference
 
@@ -98,102 +92,6 @@ def fill(logits: Rows, requests: RowRequests, output: DeviceRows) -> None:
         cpu.fill(logits, requests, output)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowRequests:
-    """What to compute for each of B rows of logits; validated.
-
-    The fields are NumPy arrays, or tensors if `device.requests_on` has copied them to a device.
-    """
-
-    vocab_size: int
-    chosen_ids: Column  # (B,) int32
-    num_logprobs: Column  # (B,) int32, each in [0, vocab_size]
-    width: int  # columns of the rectangular output: max(num_logprobs) + 1
-    given_offsets: Column | None  # (B + 1,) int64 into given_ids, which `rows` does not slice
-    given_ids: Column | None  # (N,) int32, the ids of all rows, concatenated
-    extras: tuple[str, ...]  # requested columns, in the order of KERNEL_EXTRAS
-
-    def rows(self, start: int, stop: int) -> RowRequests:
-        """Return the requests of rows [start, stop), as views."""
-        offsets = self.given_offsets
-        return RowRequests(
-            vocab_size=self.vocab_size,
-            chosen_ids=self.chosen_ids[start:stop],
-            num_logprobs=self.num_logprobs[start:stop],
-            width=self.width,
-            given_offsets=None if offsets is None else offsets[start : stop + 1],
-            given_ids=self.given_ids,
-            extras=self.extras,
-        )
-
-    def of_tokens(self, chosen_ids: NDArray[np.int32]) -> RowRequests:
-        """Return the same requests with other chosen tokens: (B,) int32 ids, which are not checked."""
-        return replace(self, chosen_ids=chosen_ids)
-
-
-def check_rows(rows: Rows, parameter: str = "logits") -> tuple[int, int]:
-    """Return the number of rows and the vocabulary size of (B, V) rows.
-
-    Raises:
-        ParameterError: `rows` is no array or tensor of shape (B, V), V >= 1, with float32, float16 or
-            bfloat16.
-    """
-    if not is_array(rows):
-        raise ParameterError(parameter, f"must be a NumPy array or torch tensor, not {type(rows).__name__}")
-    if dtype_of(rows) not in LOGITS_DTYPES:
-        raise ParameterError(parameter, f"must be float32, float16 or bfloat16, not {rows.dtype}")
-    if rows.ndim != 2 or rows.shape[1] < 1:
-        raise ParameterError(parameter, f"must have shape (B, V) with V >= 1, not {tuple(rows.shape)}")
-    return rows.shape[0], rows.shape[1]
-
-
-def dtype_of(values: Rows) -> str:
-    """Return the name of the dtype of an array or tensor, such as `float32`."""
-    return str(values.dtype).removeprefix("torch.")
-
-
-def check_ids(ids: object, vocab_size: int, parameter: str) -> NDArray[np.int32]:
-    """Return token ids of any shape as an int32 array on the host.
-
-    Raises:
-        ParameterError: the ids are not integers, or an id is outside the vocabulary.
-    """
-    array = _int_array(ids, parameter)
-    # As unsigned numbers, negative ids are larger than any vocabulary.
-    if array.size and array.astype(np.int64).view(np.uint64).max() >= vocab_size:
-        wrong = array[(array < 0) | (array >= vocab_size)].flat[0]
-        raise ParameterError(parameter, f"{wrong} is outside the vocabulary [0, {vocab_size})")
-    return array.astype(np.int32)
-
-
-def check_requests(
-    shape: tuple[int, int],
-    chosen_ids: IdsLike,
-    k: int | IdsLike,
-    *,
-    given_ids: GivenLike = None,
-    **extras: bool,
-) -> RowRequests:
-    """Validate the arguments of `extract` for logits of shape (B, V); k = -1 and k > V become V.
-
-    Raises:
-        ParameterError: an argument has a wrong shape or dtype, an id is outside the vocabulary, k < -1, or an
-            extra column is unknown.
-    """
-    num_rows, vocab_size = shape
-    num_logprobs = _check_k(k, num_rows, vocab_size)
-    offsets, given = _check_given(given_ids, num_rows, vocab_size)
-    return RowRequests(
-        vocab_size=vocab_size,
-        chosen_ids=_check_chosen(chosen_ids, num_rows, vocab_size),
-        num_logprobs=num_logprobs,
-        width=1 + int(num_logprobs.max(initial=0)),
-        given_offsets=offsets,
-        given_ids=given,
-        extras=_check_extras(extras),
-    )
-
-
 def allocate_for(logits: Rows, requests: RowRequests) -> DeviceRows:
     """Allocate the output for `requests` on the device of the logits; see `allocate`."""
     if isinstance(logits, np.ndarray):
@@ -201,96 +99,3 @@ def allocate_for(logits: Rows, requests: RowRequests) -> DeviceRows:
     from logprobe.kernels.extraction import device
 
     return device.allocate(requests, logits.device)
-
-
-def allocate(requests: RowRequests, *, dtype: npt.DTypeLike = np.float32) -> DeviceRows:
-    """Allocate NumPy arrays for `requests`, uninitialised except for the extra columns.
-
-    Extra columns are filled with NaN, which remains if a kernel does not support a column.
-    """
-    num_rows = len(requests.chosen_ids)
-    given = None
-    if requests.given_ids is not None and requests.given_offsets is not None:
-        given = GivenLogprobs(
-            offsets=requests.given_offsets,
-            token_ids=requests.given_ids,
-            logprobs=np.empty(len(requests.given_ids), dtype),
-            ranks=np.empty(len(requests.given_ids), np.int32),
-        )
-    return DeviceRows(
-        token_ids=np.empty((num_rows, requests.width), np.int32),
-        logprobs=np.empty((num_rows, requests.width), dtype),
-        ranks=np.empty(num_rows, np.int32),
-        lse=np.empty(num_rows, dtype),
-        num_logprobs=requests.num_logprobs,
-        is_valid=np.empty(num_rows, np.bool_),
-        extras={name: np.full(num_rows, np.nan, dtype) for name in requests.extras},
-        given=given,
-    )
-
-
-def _check_extras(asked: Mapping[str, bool]) -> tuple[str, ...]:
-    for name in asked:
-        if name not in KERNEL_EXTRAS:
-            known = ", ".join(KERNEL_EXTRAS)
-            raise ParameterError(name, f"is not an extra column; use one of {known}")
-    return tuple([name for name in KERNEL_EXTRAS if asked.get(name)])
-
-
-def _check_chosen(chosen_ids: IdsLike, num_rows: int, vocab_size: int) -> NDArray[np.int32]:
-    ids = check_ids(chosen_ids, vocab_size, "chosen_ids")
-    if ids.shape != (num_rows,):
-        raise ParameterError("chosen_ids", f"must have shape ({num_rows},), one per row, not {ids.shape}")
-    return ids
-
-
-def _check_k(k: int | IdsLike, num_rows: int, vocab_size: int) -> NDArray[np.int32]:
-    counts = _int_array(k, "k")
-    if counts.shape not in {(), (num_rows,)}:
-        raise ParameterError("k", f"must be one number or have shape ({num_rows},), not {counts.shape}")
-    if counts.size and (least := counts.min()) < -1:
-        raise ParameterError("k", f"must be -1 (whole vocabulary) or more, not {least}")
-    clipped = np.minimum(np.where(counts < 0, vocab_size, counts), vocab_size)
-    return np.full(num_rows, clipped, dtype=np.int32)
-
-
-def _check_given(
-    given_ids: GivenLike, num_rows: int, vocab_size: int
-) -> tuple[NDArray[np.int64] | None, NDArray[np.int32] | None]:
-    if given_ids is None:
-        return None, None
-    if _is_shared(given_ids):
-        shared = check_ids(_flat_ids(given_ids), vocab_size, "given_ids")
-        offsets = np.arange(num_rows + 1, dtype=np.int64) * len(shared)
-        return offsets, np.tile(shared, num_rows)
-    rows = [np.empty(0, np.int32) if ids is None else _flat_ids(ids) for ids in given_ids]
-    if len(rows) != num_rows:
-        raise ParameterError("given_ids", f"must have one entry for each of {num_rows} rows, not {len(rows)}")
-    flat = check_ids(np.concatenate(rows) if rows else np.empty(0, np.int32), vocab_size, "given_ids")
-    offsets = np.zeros(num_rows + 1, dtype=np.int64)
-    np.cumsum([len(row) for row in rows], out=offsets[1:])
-    return offsets, flat
-
-
-def _is_shared(given_ids: GivenLike) -> bool:
-    """Return True if `given_ids` is one list of ids for all rows."""
-    if is_array(given_ids):
-        array: Any = given_ids
-        return bool(array.ndim == 1 and array.dtype != object)
-    return all(isinstance(entry, (int, np.integer)) for entry in given_ids or ())
-
-
-def _flat_ids(ids: object) -> NDArray[np.integer]:
-    flat = _int_array(ids, "given_ids")
-    if flat.ndim != 1:
-        raise ParameterError("given_ids", f"must be one-dimensional for each row, not of shape {flat.shape}")
-    return flat
-
-
-def _int_array(values: Any, parameter: str) -> NDArray[np.integer]:
-    array = host_array(values)
-    if array.size == 0:
-        return array.astype(np.int32)
-    if not np.issubdtype(array.dtype, np.integer):
-        raise ParameterError(parameter, f"must hold integers, not {array.dtype}")
-    return array

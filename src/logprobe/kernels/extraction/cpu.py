@@ -10,7 +10,7 @@ from logprobe.kernels.stages import Stage
 
 if TYPE_CHECKING:
     from logprobe.kernels.arrays import Array
-    from logprobe.kernels.extraction.api import RowRequests
+    from logprobe.kernels.extraction.requests import RowRequests
     from logprobe.records.rows import DeviceRows
 
 PARALLEL_FROM = 2**15  # number of logits from which more than one thread is faster

@@ -11,26 +11,27 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from logprobe.kernels.extraction import api
 from logprobe.kernels.info import kernel_of
 from logprobe.records.rows import DeviceRows, GivenLogprobs, host_array
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from torch import Tensor
 
-    from logprobe.kernels.extraction.api import RowRequests
+    from logprobe.kernels.extraction.requests import RowRequests
     from logprobe.records.rows import Column
 
 
-def fill(logits: Tensor, requests: RowRequests, output: DeviceRows) -> None:
-    """Compute what `requests` ask for from (B, V) logits, and write it to `output`, all on one device."""
-    if kernel_of(logits.device.type) == "triton":
-        from logprobe.kernels.extraction import triton
+def has_kernel(logits: Tensor) -> bool:
+    """Return True if a kernel runs on the device of the logits."""
+    return kernel_of(logits.device.type) == "triton"
 
-        with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]  # Triton launches on the current GPU
-            triton.fill(logits, requests, output)
-    else:
-        _copy(api.extract_checked(logits.detach().cpu(), _on_host(requests)), output)
+
+def current_of(logits: Tensor) -> AbstractContextManager[object]:
+    """Make the GPU of the logits the current one, on which Triton launches its kernels."""
+    context: AbstractContextManager[object] = torch.cuda.device_of(logits)  # type: ignore[no-untyped-call]
+    return context
 
 
 def copy_to(values: Column, device: torch.device) -> Tensor:
@@ -79,7 +80,8 @@ def allocate(requests: RowRequests, device: torch.device) -> DeviceRows:
     )
 
 
-def _on_host(requests: RowRequests) -> RowRequests:
+def on_host(requests: RowRequests) -> RowRequests:
+    """Return the same requests with NumPy arrays."""
     offsets, given_ids = requests.given_offsets, requests.given_ids
     return replace(
         requests,
@@ -90,7 +92,7 @@ def _on_host(requests: RowRequests) -> RowRequests:
     )
 
 
-def _copy(source: DeviceRows, rows: DeviceRows) -> None:
+def copy(source: DeviceRows, rows: DeviceRows) -> None:
     """Copy what a kernel writes from arrays to tensors on a device."""
     target: Any = rows
     for name in ("token_ids", "logprobs", "ranks", "lse", "is_valid"):

@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from logprobe.errors import ParameterError
-from logprobe.kernels.extraction.api import allocate_for, check_requests, check_rows, fill
+from logprobe.kernels.extraction.api import allocate_for, fill
+from logprobe.kernels.extraction.requests import check_requests, check_rows
 from logprobe.kernels.placement import as_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
-    from logprobe.kernels.extraction.api import GivenLike, IdsLike
+    from logprobe.kernels.extraction.requests import GivenLike, IdsLike
     from logprobe.kernels.placement import Rows
     from logprobe.records.rows import DeviceRows
 

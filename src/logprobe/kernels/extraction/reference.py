@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from logprobe.kernels.arrays import as_array
-from logprobe.kernels.extraction.api import allocate, check_requests, check_rows
+from logprobe.kernels.extraction.requests import allocate, check_requests, check_rows
 
 if TYPE_CHECKING:
     import numpy.typing as npt
     from numpy.typing import NDArray
 
     from logprobe.kernels.arrays import Array
-    from logprobe.kernels.extraction.api import GivenLike, IdsLike, RowRequests
+    from logprobe.kernels.extraction.requests import GivenLike, IdsLike, RowRequests
     from logprobe.kernels.placement import Rows
     from logprobe.records.rows import DeviceRows, GivenLogprobs
 

@@ -7,13 +7,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from logprobe.errors import ParameterError
-from logprobe.kernels.extraction.api import (
-    LOGITS_DTYPES,
-    check_ids,
-    check_requests,
-    dtype_of,
-    extract_checked,
-)
+from logprobe.kernels.extraction.api import extract_checked
+from logprobe.kernels.extraction.requests import LOGITS_DTYPES, check_ids, check_requests, dtype_of
 from logprobe.kernels.placement import as_rows, as_tensor, is_array, like
 from logprobe.records.rows import host_array
 
@@ -21,7 +16,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from logprobe.kernels.extraction.api import IdsLike
+    from logprobe.kernels.extraction.requests import IdsLike
     from logprobe.kernels.placement import Rows
 
     Array = NDArray[Any]

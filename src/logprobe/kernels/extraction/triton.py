@@ -27,7 +27,7 @@ from logprobe.kernels.extraction.device import copy_to
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from logprobe.kernels.extraction.api import RowRequests
+    from logprobe.kernels.extraction.requests import RowRequests
 
 SPLIT = 2048
 PART = 16

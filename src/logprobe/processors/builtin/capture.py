@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from logprobe.errors import require
-from logprobe.kernels.extraction.api import dtype_of, extract
+from logprobe.kernels.extraction.api import extract
+from logprobe.kernels.extraction.requests import dtype_of
 from logprobe.kernels.placement import as_rows, as_tensor, copied, like
 from logprobe.processors.arguments import CaptureArgs, NoArgs
 from logprobe.processors.batch import BatchState, as_batch

@@ -99,7 +99,7 @@ def batch_of(
     is_regular = not (
         others.num_rows or steps.repeats_chosen or entries.texts or has_wide_ids or has_wide_logprobs
     )
-    given_rows, kept = rows.given(length), rows.kept(length)
+    given_rows, kept = rows.given(0, length), rows.kept(0, length)
     given = None if given_rows is None else given_rows.entries(0, length)
     columns = {
         "request_id": pa.repeat(pa.scalar(request_id, pa.string()), length),
@@ -107,7 +107,7 @@ def batch_of(
         "token_id": _id_column(chosen.token_ids, has_chosen, token_ids),
         "logprob": _spread(chosen.logprobs.astype(np.float32), has_chosen),
         "rank": _spread(chosen.ranks, has_chosen, missing=NO_RANK),
-        **{name: pa.array(values, mask=np.isnan(values)) for name, values in rows.extras(length).items()},
+        **{name: pa.array(values, mask=np.isnan(values)) for name, values in rows.extras(0, length).items()},
         "other_logprob": pa.array(logs_outside_top(chosen, top, with_chosen=True), mask=entries.none_flags()),
         **_top_columns(chosen, top),
         **_byte_columns(byte_offsets, length),

@@ -67,7 +67,7 @@ def draw_record(rows: Rows, table: TokenTable | None) -> Picture:
     axes = np.atleast_1d(
         below.subplots(1, 1 if sure is None else 2, width_ratios=None if sure is None else (2, 1))
     )
-    _draw_lines(axes[0], positions, chosen.logprobs, rows.extras(rows.num_rows).get("entropy"))
+    _draw_lines(axes[0], positions, chosen.logprobs, rows.extras(0, rows.num_rows).get("entropy"))
     if sure is not None:
         _draw_calibration(axes[1], *sure)
     return Picture(figure)

@@ -82,8 +82,8 @@ def encode(rows: Rows, precision: Precision = "float32") -> bytes:
     """
     length = rows.num_rows
     scalars, columns = rows.state(MAX_COUNTED)
-    given, kept, given_header = rows.given(length), rows.kept(length), None
-    columns |= rows.extras(length)
+    given, kept, given_header = rows.given(0, length), rows.kept(0, length), None
+    columns |= rows.extras(0, length)
     if kept is not None:
         columns |= {"kept.offsets": kept.offsets, "kept.token_ids": kept.token_ids}
     if given is not None:

@@ -30,7 +30,7 @@ class Column:
     one row as for a hundred. An append merges trailing small arrays that are not longer than the new one.
     """
 
-    __slots__ = ("_held", "_typecode")
+    __slots__ = ("_held", "_typecode", "waiting")
 
     def __init__(self, typecode: str, pieces: Sequence[Array] = ()) -> None:
         """Create a column of the given arrays; `typecode` is the type of the write buffer.
@@ -42,7 +42,8 @@ class Column:
         starts = (0, *accumulate(map(len, pieces))) if pieces else (0,)
         # The arrays, the index of the first number in each and in the write buffer, and the write buffer.
         self._held: tuple[tuple[Array, ...], tuple[int, ...], Numbers]
-        self._held = tuple(pieces), starts, array(typecode)
+        self.waiting: Any = array(typecode)  # the write buffer, for the writer
+        self._held = tuple(pieces), starts, self.waiting
 
     def __len__(self) -> int:
         _, starts, waiting = self._held
@@ -61,8 +62,18 @@ class Column:
             few = None
         if few is None:
             self._add(values)
-        else:
-            self.extend(few)
+            return
+        self.waiting.extend(few)
+        self.flush_full()
+
+    def flush_full(self) -> None:
+        """Move the numbers in the write buffer to an array if there are many."""
+        if len(self.waiting) >= MAX_WAITING:
+            self._add(np.empty(0))
+
+    def truncate(self, length: int) -> None:
+        """Remove numbers after the first `length`, which are in the write buffer."""
+        del self.waiting[length - self._held[1][-1] :]
 
     def _add(self, values: Array) -> None:
         """Flush the write buffer, then add an array."""
@@ -76,21 +87,8 @@ class Column:
                 starts.pop()
             pieces.append(piece)
             starts.append(starts[-1] + len(piece))
-        self._held = tuple(pieces), tuple(starts), array(self._typecode)
-
-    def extend(self, values: Numbers) -> None:
-        """Add a few numbers, an `array.array` of the column's typecode, to the write buffer."""
-        waiting: Any = self._held[2]
-        waiting.extend(values)
-        if len(waiting) >= MAX_WAITING:
-            self._add(np.empty(0))
-
-    def add(self, value: Any) -> None:
-        """Add a number to the write buffer; raise TypeError or OverflowError if its type does not hold it."""
-        waiting = self._held[2]
-        waiting.append(value)
-        if len(waiting) >= MAX_WAITING:
-            self._add(np.empty(0))
+        self.waiting = array(self._typecode)
+        self._held = tuple(pieces), tuple(starts), self.waiting
 
     def _pieces(self, start: int, stop: int) -> list[Array]:
         """Return numbers [start, stop), as views of the stored arrays and a copy of the write buffer."""

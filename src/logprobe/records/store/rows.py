@@ -6,7 +6,6 @@ positions (`Entries`). Step rows that follow a position of another form are stor
 
 from __future__ import annotations
 
-from array import array
 from itertools import repeat
 from math import inf
 from typing import TYPE_CHECKING, Any, Final
@@ -15,7 +14,7 @@ import numpy as np
 
 from logprobe.errors import ParameterError
 from logprobe.records.rows import EXTRAS
-from logprobe.records.store.columns import Column, pack_integers, spans
+from logprobe.records.store.columns import MAX_WAITING, Column, pack_integers, spans
 from logprobe.records.store.entries import (
     Entries,
     RowLists,
@@ -99,6 +98,7 @@ class Rows:
             type(token_ids) is type(logprobs) is type(ranks) is _ndarray
             and ranks.shape == _ONE
             and token_ids.shape == logprobs.shape == (1, self.width)
+            and self.width <= MAX_ROW_WIDTH
         ):
             return False
         [ids], [values], [rank] = token_ids.tolist(), logprobs.tolist(), ranks.tolist()
@@ -116,19 +116,26 @@ class Rows:
 
         Return False, without adding anything, if the row does not fit or is invalid.
         """
-        if not self._takes_steps(len(ids), repeats_chosen) or inf in logprobs or len(ids) > MAX_ROW_WIDTH:
+        width = len(ids)
+        if inf in logprobs or not self._takes_steps(width, repeats_chosen):
             return False
-        try:  # unsigned, so that a negative number raises OverflowError
-            columns = array("I", ids), array("d", logprobs)
-            self.ranks.add(rank)
-        except (TypeError, OverflowError):
-            return False
+        try:  # to unsigned buffers, so that a negative number raises OverflowError
+            self.ids.waiting.fromlist(ids)
+            self.logprobs.waiting.fromlist(logprobs)
+            self.ranks.waiting.append(rank)
+        except BaseException as error:  # also one raised by the caller's number types, or an interrupt
+            self.ids.truncate(self.num_steps * width)
+            self.logprobs.truncate(self.num_steps * width)
+            if isinstance(error, TypeError | OverflowError):
+                return False
+            raise
         if texts is not None or self.texts is not None:
-            self._write_texts(texts, len(ids))
-        self.ids.extend(columns[0])
-        self.logprobs.extend(columns[1])
+            self._write_texts(texts, self.num_steps * width, width)
         self.num_steps += 1
         self.num_rows += 1
+        if len(self.ids.waiting) >= MAX_WAITING:
+            for column in (self.ids, self.logprobs, self.ranks):
+                column.flush_full()
         return True
 
     def append_steps(self, steps: Steps) -> None:
@@ -139,7 +146,7 @@ class Rows:
         if not self._takes_steps(width, steps.repeats_chosen):
             self.append_entries(steps.entries())
             return
-        self._write_texts(steps.texts, steps.token_ids.size)
+        self._write_texts(steps.texts, len(self.ids), steps.token_ids.size)
         self.ids.append(steps.token_ids.ravel())
         self.logprobs.append(steps.logprobs.ravel())
         self.ranks.append(steps.ranks)
@@ -151,7 +158,7 @@ class Rows:
         if not entries.num_rows:
             return
         num_before = len(self.ids) - self.num_steps * self.width
-        self._write_texts(entries.texts, len(entries.token_ids))
+        self._write_texts(entries.texts, len(self.ids), len(entries.token_ids))
         self.ids.append(entries.token_ids)
         self.logprobs.append(entries.logprobs)
         self.ranks.append(entries.ranks)
@@ -209,10 +216,10 @@ class Rows:
     def extend(self, other: Rows) -> None:
         """Add the positions of another record, which no thread may be appending to."""
         length = other.num_rows
-        given, kept = other.given(length), other.kept(length)
+        given, kept = other.given(0, length), other.kept(0, length)
         self.append_beside(
             length,
-            other.extras(length),
+            other.extras(0, length),
             None if given is None else given.entries(0, length),
             None if kept is None else (kept.offsets, kept.token_ids),
         )
@@ -231,12 +238,12 @@ class Rows:
             and self.num_rows == self.num_none + self.num_steps
         )
 
-    def _write_texts(self, texts: list[str | None] | None, count: int) -> None:
-        """Store the texts of entries that are about to be added."""
+    def _write_texts(self, texts: list[str | None] | None, num_before: int, count: int) -> None:
+        """Store the texts of `count` entries that follow `num_before` entries."""
         if self.texts is not None:
             self.texts += texts or [None] * count
         elif texts is not None:
-            self.texts = [*repeat(None, len(self.ids)), *texts]
+            self.texts = [*repeat(None, num_before), *texts]
 
     # -- reading -----------------------------------------------------------------------------------------
 
@@ -338,31 +345,37 @@ class Rows:
         num_none, steps, others = self.split(start, stop)
         return Entries.joined([Entries.none(num_none), steps.top_entries(), others.top_entries()])
 
-    def extras(self, length: int) -> dict[str, Array]:
-        """Return the extra columns that have values, for the first `length` positions."""
+    def extras(self, start: int, stop: int) -> dict[str, Array]:
+        """Return the extra columns that have values, for positions [start, stop)."""
         columns = {name: self.extra_columns[name] for name in EXTRAS if name in self.extra_columns}
-        found = {name: column.read(0, min(length, len(column))) for name, column in columns.items()}
+        found = {
+            name: column.read(min(start, len(column)), min(stop, len(column)))
+            for name, column in columns.items()
+        }
         return {
-            name: np.concatenate([values, np.full(length - len(values), np.nan, values.dtype)])
+            name: np.concatenate([values, np.full(stop - start - len(values), np.nan, values.dtype)])
             for name, values in found.items()
         }
 
-    def given(self, length: int) -> Rows | None:
-        """Return the caller-specified ids of the first `length` positions; None if there are none."""
+    def given(self, start: int, stop: int) -> Rows | None:
+        """Return the caller-specified ids of positions [start, stop); None if there are none."""
         if self.given_rows is None:
             return None
-        part = self.given_rows.cut(range(min(length, self.given_rows.num_rows)))
-        part.append_none(length - part.num_rows)
+        length = self.given_rows.num_rows
+        part = self.given_rows.cut(range(min(start, length), min(stop, length)))
+        part.append_none(stop - start - part.num_rows)
         return part
 
-    def kept(self, length: int) -> IdLists | None:
-        """Return the ids that masks and truncation kept, for the first `length` positions."""
+    def kept(self, start: int, stop: int) -> IdLists | None:
+        """Return the ids kept by masks and truncation at positions [start, stop); None if there are none."""
         if self.kept_ends is None:
             return None
-        ends = self.kept_ends.read(0, min(length, len(self.kept_ends))).astype(np.int64)
-        last = int(ends[-1]) if len(ends) else 0
-        offsets = np.concatenate([[0], ends, np.full(length - len(ends), last)])
-        return IdLists(offsets, self.kept_ids.read(0, last))
+        length = len(self.kept_ends)
+        first, last = min(start, length), min(stop, length)
+        ends = self.kept_ends.read(max(first - 1, 0), last).astype(np.int64)
+        offsets = ends if first else np.concatenate([np.zeros(1, np.int64), ends])
+        offsets = np.concatenate([offsets, np.full(stop - start - (last - first), offsets[-1])])
+        return IdLists(offsets - offsets[0], self.kept_ids.read(int(offsets[0]), int(offsets[-1])))
 
     @property
     def num_entries(self) -> int:
@@ -384,24 +397,27 @@ class Rows:
 
     def cut(self, places: range) -> Rows:
         """Select rows; consecutive rows are not copied."""
-        part, length = Rows(self.info), self.num_rows
-        if places.step == 1 or not places:
-            index: Any = slice(places.start, places.start + len(places))
-            part.share(self, index.start, index.stop)
+        part, is_run = Rows(self.info), places.step == 1 or not places
+        low = places.start if is_run else min(places)
+        high = low + len(places) if is_run else max(places) + 1
+        extras, given, kept = self.extras(low, high), self.given(low, high), self.kept(low, high)
+        if is_run:
+            part.share(self, low, high)
+            if extras or given is not None or kept is not None:
+                part.set_beside(extras, given, kept)
+            return part
+        rows = np.array(places) - low
+        num_none, steps, others = self.split(low, high)
+        if num_none or others.num_rows:
+            part.append_entries(self.entries(low, high).take(rows))
         else:
-            index = np.array(places)
-            low, high = int(index.min()), int(index.max()) + 1
-            num_none, steps, others = self.split(low, high)
-            if num_none or others.num_rows:
-                part.append_entries(self.entries(low, high).take(index - low))
-            else:
-                part.append_steps(steps.take(index - low))
-        given, kept = self.given(length), self.kept(length)
+            part.append_steps(steps.take(rows))
+        if given is not None:
+            given = given.cut(range(places.start - low, places.stop - low, places.step))
         if kept is not None:
-            offsets, picked = spans(kept.offsets[:-1][index], np.diff(kept.offsets)[index])
+            offsets, picked = spans(kept.offsets[:-1][rows], np.diff(kept.offsets)[rows])
             kept = IdLists(offsets, kept.token_ids[picked])
-        extras = {name: values[index] for name, values in self.extras(length).items()}
-        part.set_beside(extras, None if given is None else given.cut(places), kept)
+        part.set_beside({name: values[rows] for name, values in extras.items()}, given, kept)
         return part
 
     def set_beside(self, extras: Mapping[str, Array], given: Rows | None, kept: IdLists | None) -> None:

@@ -276,6 +276,7 @@ class CompletionLogprobs(_FurtherColumns, kw_only=True):
     token_logprobs: list[Logprob | None]
     top_logprobs: list[dict[str, Logprob] | None]
     text_offset: list[int]
+    ranks: list[int] | UnsetType = UNSET
     processed: LegacyRows | UnsetType = UNSET
 
 

@@ -122,7 +122,9 @@ class CompletionShape(ChoicesShape[CompletionBody]):
         return {
             "index": piece.index,
             "text": piece.text,
-            "logprobs": legacy_logprobs(self._service, piece),
+            "logprobs": legacy_logprobs(
+                self._service, piece, has_ranks=bool(self._body.return_token_ids and not self._body.echo)
+            ),
             "finish_reason": piece.finish_reason,
             "stop_reason": stop_reason(piece),
             **choice_extensions(self._body, piece),

@@ -210,6 +210,7 @@ def fields_of(score: Score, table: TokenTable) -> dict[str, Any]:
         "is_greedy": score.is_greedy,
         "num_tokens": score.num_tokens,
         "num_bytes": score.num_bytes,
+        "num_chars": score.num_chars,
         "token_ids": score.token_ids,
         "tokens": [table.token_text(token_id) for token_id in score.token_ids],
         "token_logprobs": score.token_logprobs,

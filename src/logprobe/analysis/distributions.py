@@ -148,17 +148,6 @@ def tempered(rows: npt.ArrayLike, temperature: float) -> Floats:
     return scaled - measures.logsumexp(scaled)[..., None]
 
 
-def log_kept_mass(rows: npt.ArrayLike, shaping: Shaping) -> Floats:
-    """Return the log of the probability that truncation keeps at each position, (T,) nats.
-
-    `rows` are raw log-probabilities, (T, V) nats, to which the temperature is applied before truncation.
-    """
-    scaled = tempered(rows, shaping.divisor)
-    if not shaping.truncates:
-        return np.zeros(scaled.shape[:-1])
-    return measures.logsumexp(np.where(_is_kept(scaled, shaping), scaled, -np.inf))
-
-
 def _is_kept(rows: Floats, shaping: Shaping) -> NDArray[np.bool_]:
     """Return a mask of the tokens that top-k, then top-p, then min-p keep.
 

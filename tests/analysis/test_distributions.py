@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from logprobe.analysis.auditing.distributions import (
+from logprobe.analysis.distributions import (
     Shaping,
     distributions,
     fitted_temperature,
-    log_kept_mass,
     tempered,
 )
 from logprobe.errors import ParameterError
@@ -45,7 +44,6 @@ def test_the_last_name_is_what_the_sampler_draws_from(asked: dict[str, float]) -
     for row in range(len(logits)):
         ids, values = processed.token_ids[row, 1:], processed.logprobs[row, 1:]
         assert [*named.values()][-1][row, ids] == pytest.approx(values, abs=2e-6)
-    assert log_kept_mass(raw, Shaping(**asked)) == pytest.approx(processed.extras["log_kept_mass"], abs=2e-6)  # type: ignore[arg-type]
 
 
 def test_only_what_can_differ_has_a_name() -> None:

@@ -1,0 +1,202 @@
+"""Completions and scores from a server, as `LLM.generate` and `LLM.score` return them."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from math import inf, nan
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import msgspec
+
+from logprobe.analysis.score import Score
+from logprobe.engine.request import CompletionOutput, RequestOutput
+from logprobe.errors import ServerError, require
+from logprobe.integrations.remote.link import FACTS_BYTES, SAMPLES, TOKEN_BYTES, decoded
+from logprobe.records import FlatLogprobs, LogprobsInfo
+from logprobe.records.forms.finite import IMPOSSIBLE
+from logprobe.sampling import SamplingParams
+from logprobe.sampling.params import COUNTS, REPORTING_FIELDS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from logprobe.engine.protocol import Capabilities
+    from logprobe.integrations.remote.link import Link
+    from logprobe.records.values import TokenTable
+
+SCORES: Final = "/v1/loglikelihood"
+DEFAULTS: Final = SamplingParams()
+
+
+class _Entry(msgspec.Struct):
+    token_id: int
+    logprob: float | None
+
+
+class _Row(_Entry):
+    rank: int
+    top_logprobs: list[_Entry]
+
+
+class _Logprobs(msgspec.Struct):
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float | None]]  # by `token_id:N`
+    ranks: list[int]
+
+
+class _Choice(msgspec.Struct):
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: Literal["stop", "length"]
+    stop_reason: int | str | None = None
+    logprobs: _Logprobs | None = None
+    prompt_token_ids: list[int] = []
+    prompt_rows: list[_Row | None] | None = None
+    logprobs_info: LogprobsInfo | None = None
+
+    def rows(self, k: int) -> list[_Row] | None:
+        """Return the rows of the tokens; `k` is the number of alternatives, -1 for all."""
+        if self.logprobs is None:
+            return None
+        columns = (self.token_ids, self.logprobs.token_logprobs, self.logprobs.ranks)
+        # A map has the k most likely tokens, then the chosen one if it is not among them.
+        tops = [
+            [_Entry(int(name.removeprefix("token_id:")), value) for name, value in top.items()]
+            for top in self.logprobs.top_logprobs
+        ]
+        rows = zip(*columns, [top if k == -1 else top[:k] for top in tops], strict=True)
+        return [_Row(*row) for row in rows]
+
+
+class _Completion(msgspec.Struct):
+    id: str
+    choices: list[_Choice]
+
+
+class _Score(msgspec.Struct):
+    logprob: float | None
+    token_logprobs: list[float | None]
+    token_ids: list[int]
+    ranks: list[int]
+    is_greedy: bool
+    num_tokens: int
+    num_bytes: int
+    num_chars: int
+    boundary: Literal["token", "bytes"]
+    unconditional_logprob: float | None = None
+
+
+class _Scores(msgspec.Struct):
+    data: list[_Score]
+
+
+async def ask_completion(
+    link: Link,
+    prompt: str | Sequence[int],
+    params: SamplingParams,
+    facts: Capabilities,
+    table: TokenTable | None,
+    *,
+    add_special_tokens: bool,
+) -> RequestOutput:
+    """Generate completions of one prompt; `table` has the token texts for records.
+
+    Raises:
+        LogprobeError: a parameter is not supported, the request failed, or the reply is not valid.
+    """
+    where, counts = f"{link.url}{SAMPLES}", [getattr(params, name) for name in COUNTS]
+    body = {"prompt": prompt, **_fields_of(params), "return_token_ids": True}
+    if isinstance(prompt, str):
+        body["add_special_tokens"] = add_special_tokens
+    if counts != [None, None]:
+        body |= {"return_tokens_as_token_ids": True, "logprobs_mode": "raw_logprobs"}
+        body["prompt_rows"] = params.prompt_logprobs is not None
+    num_new, num_old = (3 + (facts.vocab_size if k == -1 else k or 0) for k in counts)
+    num_entries = params.n * params.max_tokens * num_new + facts.max_model_len * num_old
+    data = await link.post(SAMPLES, body, FACTS_BYTES + num_entries * TOKEN_BYTES)
+    reply = decoded(data, _Completion, where)
+    if [choice.index for choice in reply.choices] != [*range(params.n)]:
+        raise ServerError(f"{where}: the reply does not have the {params.n} completions that were requested")
+    first = reply.choices[0]
+    try:
+        return RequestOutput(
+            request_id=reply.id,
+            prompt_token_ids=first.prompt_token_ids,
+            prompt_logprobs=_record(first.prompt_rows, first.logprobs_info, table),
+            outputs=[_output(choice, params, table) for choice in reply.choices],
+            info=first.logprobs_info,
+            params=params,
+        )
+    except ValueError as error:
+        raise ServerError(f"{where}: the reply has no valid log-probabilities ({error})") from error
+
+
+async def ask_scores(
+    link: Link, context: str | Sequence[int], continuations: Sequence[str | Sequence[int]], **options: Any
+) -> list[Score]:
+    """Score continuations of one context; `options` are fields of the request's body.
+
+    Raises:
+        LogprobeError: the request failed, or the reply is not valid.
+    """
+    where = f"{link.url}{SCORES}"
+    body = {"context": context, "continuations": continuations, **options}
+    num_bytes = len(msgspec.json.encode(continuations))  # at least the number of tokens
+    data = await link.post(SCORES, body, FACTS_BYTES + num_bytes * TOKEN_BYTES)
+    scores = decoded(data, _Scores, where).data
+    if len(scores) != len(continuations):
+        raise ServerError(f"{where}: returned {len(scores)} scores for {len(continuations)} continuations")
+    return [
+        Score(
+            **msgspec.structs.asdict(score)
+            | {"logprob": _number(score.logprob), "token_logprobs": [*map(_number, score.token_logprobs)]}
+        )
+        for score in scores
+    ]
+
+
+def _fields_of(params: SamplingParams) -> dict[str, Any]:
+    """Return the parameters that are set, which a request's body has under the same names."""
+    values = {field.name: getattr(params, field.name) for field in fields(params)}
+    asked = {name: value for name, value in values.items() if value != getattr(DEFAULTS, name)}
+    for name in REPORTING_FIELDS:
+        is_sent = name in COUNTS or name not in asked
+        require(is_sent, name, "is not supported by RemoteLLM.generate; use POST /v1/completions")
+    return asked
+
+
+def _output(choice: _Choice, params: SamplingParams, table: TokenTable | None) -> CompletionOutput:
+    record = _record(choice.rows(params.logprobs or 0), choice.logprobs_info, table)
+    total = None if record is None else float(record.chosen_entries().logprobs.sum(dtype="float64"))
+    return CompletionOutput(
+        index=choice.index,
+        token_ids=choice.token_ids,
+        logprobs=record,
+        cumulative_logprob=total,
+        text=choice.text,
+        finish_reason=choice.finish_reason,
+        stop_reason=choice.stop_reason,
+        raw_logprob=total,
+    )
+
+
+def _record(
+    rows: Iterable[_Row | None] | None, info: LogprobsInfo | None, table: TokenTable | None
+) -> FlatLogprobs | None:
+    if rows is None:
+        return None
+    record = FlatLogprobs(info=info, table=table)
+    for row in rows:
+        if row is None:
+            record.append(None)
+        else:
+            entries = (row, *row.top_logprobs)
+            ids, logprobs = [one.token_id for one in entries], [_number(one.logprob) for one in entries]
+            record.append_rows([ids], [logprobs], [row.rank])
+    return record
+
+
+def _number(value: float | None) -> float:
+    """Return a log-probability from JSON, which has no infinities and no NaN."""
+    return nan if value is None else -inf if value <= IMPOSSIBLE else value

@@ -1,0 +1,160 @@
+"""Completions and scores from a server are those of the engine in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from logprobe import RemoteLLM, SamplingParams
+from logprobe.errors import EngineClosedError, ParameterError, PromptTooLongError, ServerError
+from logprobe.integrations.remote.link import Link
+from logprobe.server import ServerSettings
+from refusals import raises
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from logprobe import LLM
+
+PROMPTS: list[Any] = ["the cat", [5, 6, 7], {"prompt": "a dog"}, {"prompt_token_ids": [9], "prompt": "x"}]
+
+
+@pytest.fixture(scope="module")
+def far(tiny_llm: LLM, new_serving: Any) -> Iterator[RemoteLLM]:
+    with (
+        new_serving(tiny_llm, ServerSettings(max_logprobs=-1)) as (url, _),
+        RemoteLLM(url, request_timeout=60) as far,
+    ):
+        yield far
+
+
+def facts_of(output: Any) -> list[Any]:
+    return [output.prompt, output.prompt_token_ids, output.prompt_logprobs] + [
+        (one.index, one.token_ids, one.text, one.finish_reason, one.stop_reason, one.logprobs)
+        for one in output.outputs
+    ]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(max_tokens=6, seed=3, n=2, logprobs=3, prompt_logprobs=2, top_p=0.9),
+        SamplingParams(max_tokens=3, temperature=0, logprobs=0, stop=["e"], logit_bias={7: 1.5}),
+        SamplingParams(max_tokens=2, temperature=0, logprobs=-1, prompt_logprobs=-1),
+        SamplingParams(max_tokens=4, seed=1, n=1, best_of=3, ignore_eos=True, stop_token_ids=[9]),
+        SamplingParams(max_tokens=0, prompt_logprobs=1),
+    ],
+    ids=["sampled", "greedy", "whole", "best", "scored"],
+)
+def test_completions_are_those_of_the_engine(far: RemoteLLM, tiny_llm: LLM, params: SamplingParams) -> None:
+    near = tiny_llm.generate(PROMPTS, params)
+    found = asyncio.run(far.generate(PROMPTS, params))
+    assert [*map(facts_of, found)] == [*map(facts_of, near)]
+    for one, own in zip(found, near, strict=True):
+        assert (one.info is None) == (params.logprobs is None and params.prompt_logprobs is None)
+        for completion, same in zip(one.outputs, own.outputs, strict=True):
+            assert completion.cumulative_logprob == pytest.approx(same.cumulative_logprob)
+            if completion.logprobs is not None and same.logprobs is not None:
+                assert completion.logprobs.ranks == same.logprobs.ranks
+                assert completion.logprobs.decoded_tokens == same.logprobs.decoded_tokens
+
+
+def test_each_prompt_may_have_its_parameters(far: RemoteLLM, tiny_llm: LLM) -> None:
+    params = [SamplingParams(max_tokens=1 + place, temperature=0) for place in range(2)]
+    near = tiny_llm.generate(["a", "b"], params)
+    found = asyncio.run(far.generate(["a", "b"], params, add_special_tokens=True))
+    assert [*map(facts_of, found)] == [*map(facts_of, near)]
+    bare = asyncio.run(far.generate("a", params[0], add_special_tokens=False))
+    assert [*map(facts_of, bare)] == [
+        *map(facts_of, tiny_llm.generate("a", params[0], add_special_tokens=False))
+    ]
+    with raises(ParameterError, parameter="sampling_params"):
+        asyncio.run(far.generate(["a"], params))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"unconditional": True}, {"temperature": 0.5}, {"boundary": "token"}]
+)
+def test_scores_are_those_of_the_engine(far: RemoteLLM, tiny_llm: LLM, options: dict[str, Any]) -> None:
+    pairs: list[Any] = [
+        ("the", " cat"),
+        ("a do", "g"),
+        ("the ", "dög"),
+        ([5, 6], [7, 8]),
+        ("", "the"),
+        ([5, 6], [9]),
+    ]
+    found = asyncio.run(far.score(pairs, **options))
+    assert found == tiny_llm.score(pairs, **options)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"logprobs": 1, "entropy": True},
+        {"logprobs": 1, "logprobs_mode": "both"},
+        {"logprobs": 1, "logprob_token_ids": [5]},
+        {"logprobs": 1, "explain": True},
+    ],
+)
+def test_other_reports_are_refused_by_name(far: RemoteLLM, params: dict[str, Any]) -> None:
+    with raises(ParameterError, parameter=[*params][1]):
+        asyncio.run(far.generate("a", SamplingParams(**params)))
+
+
+def test_what_the_server_refuses_is_an_error_of_the_same_kind(far: RemoteLLM) -> None:
+    with raises(ParameterError, parameter="lora"):
+        asyncio.run(far.generate("a", SamplingParams(lora="none")))
+    with raises(ParameterError, parameter="lora"):
+        asyncio.run(far.score([("a", "b")], lora="none"))
+    with raises(ParameterError, parameter="continuations"):
+        asyncio.run(far.score([("a", " b"), ("a", "")]))
+    with pytest.raises(PromptTooLongError):
+        asyncio.run(far.generate(["a", [5] * 5000]))
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b"{}",
+        b"[",
+        {"choices": []},
+        {"choices": [{"index": 0, "text": "", "token_ids": [5], "finish_reason": "stop"}] * 2},
+        {
+            "choices": [
+                {
+                    "index": 0,
+                    "text": "",
+                    "token_ids": [5],
+                    "finish_reason": "stop",
+                    "logprobs": {"token_logprobs": [], "top_logprobs": [{"x": 0.0}], "ranks": [1]},
+                }
+            ]
+        },
+        {"data": []},
+    ],
+)
+def test_a_reply_that_is_not_valid_is_the_servers_error(
+    far: RemoteLLM, monkeypatch: pytest.MonkeyPatch, reply: Any
+) -> None:
+    async def post(*_: Any) -> bytes:
+        return reply if isinstance(reply, bytes) else json.dumps({"id": "x"} | reply).encode()
+
+    monkeypatch.setattr(Link, "post", post)
+    with pytest.raises(ServerError):
+        asyncio.run(far.generate("a", SamplingParams(logprobs=1)))
+    with pytest.raises(ServerError):
+        asyncio.run(far.score([("a", "b")]))
+
+
+def test_a_closed_model_answers_nothing(tiny_llm: LLM, new_serving: Any) -> None:
+    with new_serving(tiny_llm, ServerSettings()) as (url, _):
+        far = RemoteLLM(url)
+        far.close()
+        with pytest.raises(EngineClosedError):
+            asyncio.run(far.generate("a"))
+        with pytest.raises(EngineClosedError):
+            asyncio.run(far.score([("a", "b")]))
