@@ -92,11 +92,11 @@ def hidden(forward: NativeForward, prompts: list[Any], *, split: int, loras: Any
     for start in range(0, max(map(len, prompts)), split):
         spans = [Span(one, start, min(start + split, len(one.token_ids))) for one in sequences]
         forward.run(StepPlan(tokens=[span for span in spans if span.start < span.end]).batch())
-    return [forward.hidden_rows(own).clone() for own in slots]
+    return [torch.from_numpy(forward.hidden_rows(own)) for own in slots]
 
 
 def logprobs(forward: NativeForward, prompts: list[Any], *, split: int, loras: Any = None) -> torch.Tensor:
     """Return log-probabilities after every token of all prompts, (num_tokens, vocabulary) float64, nats."""
     with torch.inference_mode():
         rows = torch.cat(hidden(forward, prompts, split=split, loras=loras))
-        return forward.head(rows).double().log_softmax(-1)
+        return torch.from_numpy(forward.head(rows.numpy())).double().log_softmax(-1)

@@ -41,7 +41,8 @@ class Prompts:
         """Return the hidden rows of tokens [start, end) of all sequences, or of the first ones."""
         spans = [Span(one, start, end) for one in self.sequences[:num_first]]
         self.forward.run(StepPlan(tokens=spans).batch())
-        return self.forward.hidden_rows(np.concatenate(self.slots[:num_first, start:end])).clone()
+        rows = self.forward.hidden_rows(np.concatenate(self.slots[:num_first, start:end]))
+        return torch.from_numpy(rows)
 
 
 def count_runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -46,12 +46,12 @@ class Runner:
         for start in range(0, max(map(len, prompts)), split):
             spans = [Span(one, start, min(start + split, len(one.token_ids))) for one in sequences]
             self.forward.run(StepPlan(tokens=[span for span in spans if span.start < span.end]).batch())
-        return [self.forward.hidden_rows(own) for own in slots]
+        return [torch.from_numpy(self.forward.hidden_rows(own)) for own in slots]
 
     @torch.inference_mode()
     def logits(self, prompts: list[np.ndarray[Any, Any]], *, split: int = 1000) -> torch.Tensor:
         """Return logits, (tokens of all prompts, vocabulary)."""
-        return self.forward.head(torch.cat(self.hidden(prompts, split=split)))
+        return torch.from_numpy(self.forward.head(torch.cat(self.hidden(prompts, split=split)).numpy()))
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +136,7 @@ def test_the_head_squashes_logits_as_the_model_does(
     model = forward.transformers_model()
     cap = model.config.final_logit_softcapping
     want = torch.tanh(model.lm_head(hidden) / cap) * cap
-    got = forward.head(hidden)
+    got = torch.from_numpy(forward.head(hidden.numpy()))
     torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)
     assert got.abs().max() > 0.9 * cap, "rows that the cap does not bend prove nothing"
 

@@ -275,7 +275,7 @@ class Decoder:
         """Return (rows, vocabulary) float32 logits for (rows, hidden size) states, all with `lora`."""
         logits = self.lm_head(hidden)
         if lora is not None:
-            with self.loras.only(lora, len(hidden), self.device):
+            with self.loras.only(lora, len(hidden)):
                 self.loras.add_(self.spec.head, logits, hidden)
         factors = self.spec.factors
         if factors.logits != 1.0:

@@ -8,7 +8,7 @@ as in a step without any. The native decoder uses `LoraRows`; decoders that comp
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -28,7 +28,7 @@ Groups: TypeAlias = "list[tuple[LoraWeights, Array]]"
 MAX_OF_A_THREAD = 1 << 18  # up to this many multiply-adds, one thread is faster than several
 
 
-def by_panels(part: Dense | LowRank, x: Any) -> Any:
+def by_panels(part: Dense | LowRank, x: Array) -> Array:
     """Return the product of (M, inputs) `x` with the matrices of `part`, (M, outputs) float32.
 
     A row's bits do not depend on the other rows.
@@ -37,7 +37,7 @@ def by_panels(part: Dense | LowRank, x: Any) -> Any:
     if not part.panels:
         return np.zeros((num_rows, part.matrices[-1].shape[1]), np.float32)
     for panels in part.panels:
-        out: Any = np.empty((num_rows, panels.num_outputs), np.float32)
+        out = np.empty((num_rows, panels.num_outputs), np.float32)
         is_small = num_rows * panels.num_inputs * panels.num_outputs <= MAX_OF_A_THREAD
         panel_stage(x, panels, out).run(num_threads=1 if is_small else None)
         x = out
@@ -65,7 +65,7 @@ class LoraRows:
             self._bound[lora] = bound(lora, own_layer)
         return self._bound[lora]
 
-    def select(self, batch: StepBatch, _device: Any = None) -> None:
+    def select(self, batch: StepBatch) -> None:
         """Set which rows use which LoRA weights in the next step."""
         rows: dict[int, list[Array]] = {}
         loras: dict[int, LoraWeights] = {}
@@ -77,7 +77,7 @@ class LoraRows:
         self.groups = [(loras[number], np.concatenate(parts)) for number, parts in rows.items()]
 
     @contextmanager
-    def only(self, lora: LoraWeights | None, num_rows: int, _device: Any = None) -> Iterator[None]:
+    def only(self, lora: LoraWeights | None, num_rows: int) -> Iterator[None]:
         """Use `lora` for rows [0, num_rows) within the `with` block; None: no row uses LoRA weights."""
         groups = self.groups
         self.groups = [] if lora is None else [(lora, np.arange(num_rows))]
@@ -93,12 +93,12 @@ class LoraRows:
     def add_(
         self,
         name: str,
-        out: Any,
-        x: Any,
+        out: Array,
+        x: Array,
         *,
         columns: slice = slice(None),
         factor: float = 1.0,
-        linear: Callable[[Any], Any] | None = None,
+        linear: Callable[[Array], Array] | None = None,
     ) -> None:
         """Add `factor` times the LoRA product of each row of `x` to `out`, in place.
 
@@ -133,7 +133,7 @@ class LoraRows:
             else:
                 out[rows] += product
 
-    def embed_(self, name: str, out: Any, token_ids: Any, *, scale: float = 1.0) -> None:
+    def embed_(self, name: str, out: Array, token_ids: Array, *, scale: float = 1.0) -> None:
         """Apply the LoRA weights of each row to the row's embedding, in place.
 
         Args:

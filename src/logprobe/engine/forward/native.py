@@ -19,7 +19,7 @@ from logprobe.errors import EngineClosedError, ParameterError, require
 from logprobe.kernels.arrays import as_array
 from logprobe.models import load_config, load_model
 from logprobe.models.given import is_copy
-from logprobe.models.loading import load_state
+from logprobe.models.loading import check_transformers, load_state
 from logprobe.models.lora import load_lora
 from logprobe.models.quiet import quiet_transformers
 
@@ -106,12 +106,14 @@ class NativeForward:
 
         Raises:
             EngineClosedError: `close` was called.
+            MissingPackageError: torch or transformers is not installed.
         """
         if self.decoder is None:
             raise EngineClosedError("the engine was closed, which released its model")
         if self.layout.why_transformers is not None:
             return self.decoder.model
         if self._own_module is None:
+            check_transformers(f"{self._files.name}: the transformers model")
             import torch
 
             dtype: torch.dtype = getattr(torch, self.dtype)
@@ -249,7 +251,7 @@ class NativeForward:
             return_freed()  # logits of the last chunk, if it was scored
         has_loras = any(lora is not None for lora in batch.loras)
         if has_loras or self._had_loras:  # also clears the rows of the last step
-            self.decoder.loras.select(batch, self.device)
+            self.decoder.loras.select(batch)
             self._had_loras = has_loras
         hidden = self.decoder(batch.token_ids, batch.positions, attention, is_long=is_long)
         if leaves_scratch:

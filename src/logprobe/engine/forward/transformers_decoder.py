@@ -164,7 +164,7 @@ class TransformersDecoder:
 
     def head(self, hidden: Tensor, lora: LoraWeights | None = None) -> Tensor:
         """Return (rows, vocabulary) float32 logits for (rows, hidden size) states; `lora` applies to all."""
-        with self.loras.only(lora, len(hidden), hidden.device):
+        with self.loras.only(lora, len(hidden)):
             return self._head(hidden)
 
     def _row(self, numbers: NDArray[Any]) -> Tensor:

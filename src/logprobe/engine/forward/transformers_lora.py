@@ -76,7 +76,7 @@ class TensorLoraRows:
         tensor: torch.Tensor = as_tensor(values).to(self._device, self._dtype)
         return tensor
 
-    def select(self, batch: StepBatch, device: torch.device | str) -> None:
+    def select(self, batch: StepBatch) -> None:
         """Set which rows use which LoRA weights in the next step."""
         rows: dict[int, list[torch.Tensor]] = {}
         loras: dict[int, LoraWeights] = {}
@@ -85,13 +85,13 @@ class TensorLoraRows:
                 span = batch.span(index)
                 loras[lora.number] = lora
                 rows.setdefault(lora.number, []).append(torch.arange(span.start, span.stop))
-        self.groups = [(loras[number], torch.cat(parts).to(device)) for number, parts in rows.items()]
+        self.groups = [(loras[number], torch.cat(parts).to(self._device)) for number, parts in rows.items()]
 
     @contextmanager
-    def only(self, lora: LoraWeights | None, num_rows: int, device: torch.device | str) -> Iterator[None]:
+    def only(self, lora: LoraWeights | None, num_rows: int) -> Iterator[None]:
         """Use `lora` for rows [0, num_rows) within the `with` block; None: no row uses LoRA weights."""
         groups = self.groups
-        self.groups = [] if lora is None else [(lora, torch.arange(num_rows, device=device))]
+        self.groups = [] if lora is None else [(lora, torch.arange(num_rows, device=self._device))]
         try:
             yield
         finally:
