@@ -96,11 +96,17 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Leave out the test files that import a missing package of an extra."""
     if not ABSENT or collection_path.suffix != ".py" or collection_path.name == "conftest.py":
         return None
-    source = collection_path.read_text(encoding="utf-8")
-    if re.search(rf"^(import|from) ({'|'.join(ABSENT)})\b", source, re.MULTILINE) is None:
+    helpers = [path.stem for path in TESTS.glob("*.py") if _imports(path, ABSENT)]
+    if not _imports(collection_path, [*ABSENT, *helpers]):
         return None
     LEFT_OUT.append(str(collection_path.relative_to(config.rootpath)))
     return True
+
+
+def _imports(file: Path, modules: list[str]) -> bool:
+    """Return True if a file imports one of these modules when it is imported itself."""
+    statement = rf"^(import|from) ({'|'.join(modules)})\b"
+    return re.search(statement, file.read_text(encoding="utf-8"), re.MULTILINE) is not None
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

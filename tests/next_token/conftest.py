@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-import torch
 
 from logprobe import RemoteLLM
-from logprobe.next_token import AsyncLM, AsyncVirtualLM
+from logprobe.next_token import AsyncLM
 from logprobe.server import ServerSettings
 from logprobe.testing import StepHold, holding_steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
+
+    from logprobe.next_token import AsyncVirtualLM
 
 SETTINGS: dict[str, Any] = {
     "kv_cache_memory_bytes": 1 << 21,
@@ -45,6 +46,8 @@ class PlainRows:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype="float64").eval()
 
     def __call__(self, token_ids: Sequence[int]) -> Any:
+        import torch
+
         with torch.inference_mode():
             logits = self.model(torch.tensor([list(token_ids)])).logits[0, -1]
         return torch.log_softmax(logits, -1).numpy()
@@ -96,6 +99,8 @@ def vllm_options() -> dict[str, Any]:
 @pytest.fixture(scope="session")
 def virtual_lm(wide_heads: tuple[Path, dict[str, Path]]) -> Iterator[AsyncVirtualLM]:
     """An AsyncVirtualLM with fewer batch rows than requests, and steps shorter than the prompts."""
+    from logprobe.next_token import AsyncVirtualLM
+
     with AsyncVirtualLM.from_name(wide_heads[0], VLLM_OPTIONS, cache_size=256) as lm:
         yield lm
 
@@ -182,6 +187,8 @@ def resized(source: Path, folder: Path, **settings: int) -> Path:
     from transformers import AutoConfig, LlamaForCausalLM
 
     shutil.copytree(source, folder, dirs_exist_ok=True)
+    import torch
+
     torch.manual_seed(3)
     LlamaForCausalLM(AutoConfig.from_pretrained(source, **settings)).save_pretrained(folder)
     return folder

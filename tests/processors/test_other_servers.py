@@ -198,5 +198,7 @@ def test_an_unknown_setting_names_the_nearest_or_all(name: str, near: str | None
     with pytest.raises(ParameterError) as caught:
         LLM("smollm2", **settings)
     assert (
-        f"did you mean {near!r}" if near else "known: arithmetic, async_scheduling, batch_invariant, data_par"
+        f"did you mean {near!r}"
+        if near
+        else "known: arithmetic, async_scheduling, batch_invariant, cache_config"
     ) in str(caught.value)
