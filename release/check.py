@@ -80,7 +80,7 @@ def check_wheel(path: Path) -> None:
         [metadata] = [name for name in names if name.endswith(".dist-info/METADATA")]
         info = metadata.removesuffix("METADATA")
         facts = message_from_string(wheel.read(metadata).decode())
-        [bom] = [json.loads(wheel.read(name)) for name in names if name.startswith(f"{info}sboms/")]
+        boms = [json.loads(wheel.read(name)) for name in names if name.startswith(f"{info}sboms/")]
     missing = {f"{info}licenses/{name}" for name in NOTICES} - names
     require(not missing, f"{path.name} lacks {', '.join(sorted(missing))}")
     require(facts["License-Expression"] == "Apache-2.0", f"{path.name} states another licence")
@@ -88,7 +88,8 @@ def check_wheel(path: Path) -> None:
     libraries = {f"logprobe/kernels/_native/kernels_{name}.so" for name in variants}
     require(libraries <= names, f"{path.name} lacks {', '.join(sorted(libraries - names))}")
     is_cross = any(path.stem.endswith(tag) for tag in PLATFORMS.values())
-    parts = {component["name"] for component in bom["components"]}
+    require(boms, f"{path.name} has no SBOM")
+    parts = {component["name"] for bom in boms for component in bom["components"]}
     require("libc++" in parts or not is_cross, f"{path.name}: its SBOM does not name zig's libraries")
     require(("mingw-w64" in parts) == path.stem.endswith("win_amd64"), f"{path.name}: SBOM and mingw-w64")
     print(f"{path.name}: {path.stat().st_size / 1e6:.1f} MB, {len(names)} files", flush=True)
