@@ -48,8 +48,9 @@ missed, the reason.
 BEGIN, END = "<!-- begin: benchmarks/report.py -->\n", "<!-- end: benchmarks/report.py -->"
 
 README_OPENING = """
-Median rates on two CPU cores, with the model of the examples or one of 1.2 billion random weights ("1.2B").
-Above 1 x, logprobe is faster. "best" is the fastest of the measured settings of a library.
+Medians on two CPU cores, with `smollm2` or, where marked "1.2B", a model with 1.2 billion randomly
+initialized parameters. Above 1 x, logprobe is faster. "vLLM best" is vLLM with the fastest of the settings
+that were measured.
 [Performance](docs/performance.md) has all tasks and explains the measurements.
 
 """

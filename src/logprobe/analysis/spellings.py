@@ -237,7 +237,7 @@ class PathSum:
         return logsumexp([self._given_up[stage], *(path.logprobs[stage] for path in self._open)])
 
     def _shares(self) -> Floats:
-        """Return each open path's fraction of the total probability, in the stage where it is larger."""
+        """Return each open path's fraction of the total probability; of the stages, the largest fraction."""
         if not self._open:
             return np.empty(0)
         logs = np.array([path.logprobs for path in self._open]).T

@@ -93,7 +93,7 @@ def in_flags(message: str, flags: Mapping[str, str]) -> str:
 
 @contextmanager
 def naming(**flags: str) -> Iterator[None]:
-    """Name other flags or arguments in errors about Python parameters, such as `prompt="--text"`."""
+    """Replace the parameter in a `ParameterError` by a flag or argument, as in `naming(prompt="--text")`."""
     try:
         yield
     except ParameterError as error:

@@ -249,7 +249,7 @@ class LogprobsTensors:
             "is_valid": np.zeros(num_rows, np.bool_),
             "is_set": np.zeros(num_rows, np.bool_),
         }
-        # Not initialised, since untouched pages use no memory; `is_set` marks the rows with values.
+        # Not initialized, since untouched pages use no memory; `is_set` marks the rows with values.
         dense: Any = None if sparse or device is not None else np.empty((num_rows, vocab_size), np.float32)
         if device is not None:
             import torch

@@ -196,7 +196,7 @@ def _whole_rows(rows: list[SampleRow], logits: Rows) -> dict[int, Array]:
     wanted = [index for index, row in enumerate(rows) if row.sample.request.wants_row]
     if not wanted:
         return {}
-    # Our own log-normaliser: a plain float32 log_softmax is off by 1e-5 on wide vocabularies.
+    # Our own log-normalizer: a plain float32 log_softmax is off by 1e-5 on wide vocabularies.
     lse = extract(logits[wanted], [0] * len(wanted), 0).lse
     with np.errstate(invalid="ignore"):  # of invalid rows
         (table,) = on_host([logits[wanted] - lse[:, None]])

@@ -91,5 +91,5 @@ class _JoinedExperts:
         )
 
     def panels(self, name: str) -> PanelWeights | None:
-        """Return a quantised matrix as panels; see `Source.panels`."""
+        """Return a quantized matrix as panels; see `Source.panels`."""
         return self._source.panels(self._renamed[name]) if name in self._renamed else None

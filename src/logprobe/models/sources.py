@@ -37,7 +37,7 @@ class Source(Protocol):
         """Shapes of the tensors by name."""
 
     def read(self, name: str, rows: Rows = EVERY) -> Array:
-        """Read rows of one tensor in its stored dtype, or as float32 if the tensor is quantised."""
+        """Read rows of one tensor in its stored dtype, or as float32 if the tensor is quantized."""
 
     def panels(self, name: str) -> PanelWeights | None:
         """Return a quantized matrix as panels; None for float tensors and types without a panel format."""

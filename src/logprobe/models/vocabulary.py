@@ -128,7 +128,7 @@ def _piece_decoder(backend: Tokenizer) -> Callable[[str], bytes]:
     if kinds and kinds <= {"Metaspace", "Replace", "ByteFallback", "Fuse", "Strip"}:
         return _from_marked_spaces(steps)
     raise UnsupportedModelError(
-        f"tokenizer.json: decoder {' + '.join(sorted(kinds)) or 'none'} gives tokens no exact bytes; "
+        f"tokenizer.json: with decoder {' + '.join(sorted(kinds)) or 'none'}, tokens have no exact bytes; "
         "use a model with a byte-level or SentencePiece tokenizer"
     )
 

@@ -287,7 +287,7 @@ def _row_for(row: BatchRow, args: Any, all_args: ArgsView) -> BatchRow:
 
 
 def _row_of(sample: ActiveSample, index: int) -> BatchRow:
-    """Return a sample's row for a stage; the row has no arguments if the stage does not apply to it."""
+    """Return a sample's row for stage `index`, without arguments if the stage does not apply to it."""
     row = sample.rows.get(index)
     return replace(next(iter(sample.rows.values())), args=NO_ARGS) if row is None else row
 

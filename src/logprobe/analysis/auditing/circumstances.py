@@ -98,7 +98,7 @@ def _key(row: Row | None) -> object:
 
 
 def _row_difference(row: Row | None, other: Row | None) -> tuple[float, float | None, float | None]:
-    """Return the largest difference in nats between two rows' logprobs of one token, and the two logprobs."""
+    """Compare two rows token by token; return the largest difference in nats, and its two logprobs."""
     first, second = _numbers(row), _numbers(other)
     sizes = [
         (0.0 if a == b else CAP if a is None or b is None else abs(a - b), a, b)

@@ -108,7 +108,8 @@ class Connection(HttpClient):
             return Refusal(reply.status, message)
         max_values = max(max_bytes // BYTES_PER_VALUE, MIN_VALUES)
         if sum(map(reply.data.count, SEPARATORS)) > max_values:
-            raise ServerError(f"{what}: the reply has more than {max_values} JSON values; raise max_bytes")
+            limit = f"{max_values} JSON values, the limit for max_bytes={max_bytes}"
+            raise ServerError(f"{what}: the reply has more than {limit}; raise max_bytes")
         return (self._events if "event-stream" in reply.content_type else self._json)(reply.data, what)
 
     def _json(self, data: bytes, what: str) -> Any:

@@ -190,7 +190,7 @@ class DistilTally:
         )
 
     def shards(self) -> list[list[int]]:
-        """Return, for each file, the index of the first row after each of the file's row groups."""
+        """Return a list per file: for each of its row groups, the number of rows of the run up to its end."""
         ends = [*(first for _, first in self._groups[1:]), self._num_rows]
         groups = zip((number for number, _ in self._groups), ends, strict=False)
         by_shard = groupby(groups, lambda group: group[0] // GROUPS_A_SHARD)

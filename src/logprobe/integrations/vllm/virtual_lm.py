@@ -235,7 +235,7 @@ def _shown_to(capture: Capture) -> Callable[[list[Row]], object]:
 
 
 def _apply(capture: Capture, rows: list[Row]) -> None:
-    """Pass rows to a capture as the logits of a step; log-probabilities equal their own log-softmax."""
+    """Pass log-probabilities to a capture as the logits of a step; their log-softmax is the same values."""
     capture.clear()
     if rows:
         capture.apply(torch.from_numpy(np.stack(rows)))

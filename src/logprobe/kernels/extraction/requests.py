@@ -127,7 +127,7 @@ def check_requests(
 
 
 def allocate(requests: RowRequests, *, dtype: npt.DTypeLike = np.float32) -> DeviceRows:
-    """Allocate NumPy arrays for `requests`, uninitialised except for the extra columns.
+    """Allocate NumPy arrays for `requests`, uninitialized except for the extra columns.
 
     Extra columns are filled with NaN, which remains if a kernel does not support a column.
     """

@@ -379,14 +379,14 @@ GATE_BLOCK = 1024
 
 
 def gate(parts: Tensor, bias: Tensor | None, activation: str, out: Tensor, *, has_values: bool) -> Tensor:
-    """Write activation(gates) * values, or activation(gates), to `out` as pieces; return `out`.
+    """Compute activation(gates) * values, or activation(gates), and write it to `out`; return `out`.
 
     Args:
-        parts: (parts, rows, width) float32, contiguous: a matrix product, whose rows are gates; or
-            (parts, rows, 2 * width), gates followed by values.
+        parts: (parts, rows, width) float32, contiguous: the terms whose sum is a matrix product (see
+            `linear_parts`), with rows of gates; or (parts, rows, 2 * width), gates followed by values.
         bias: (width,) or (2 * width,) float32 of the product.
         activation: one of ACTIVATIONS.
-        out: (num_pieces, rows, width) bfloat16, contiguous.
+        out: (num_pieces, rows, width) bfloat16, contiguous: pieces of float32 numbers (see `pieces.py`).
         has_values: True if `parts` contains values.
     """
     num_pieces, num_rows, width = out.shape

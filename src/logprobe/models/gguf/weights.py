@@ -92,7 +92,7 @@ class GgufSource:
                 ) from error
 
     def read(self, name: str, rows: Rows = EVERY) -> Array:
-        """Read rows of one tensor, as float32 if the tensor is quantised, else in the file's dtype."""
+        """Read rows of one tensor, as float32 if the tensor is quantized, else in the file's dtype."""
         own, shape = self._own_names[name], self._shapes[name]
         raw, type_name = self._gguf.raw(own), self._gguf.type_name(own)
         order = self._order(own)

@@ -170,7 +170,7 @@ class BannedWordsLogitsProcessor(MaskLogitsProcessor):
 
 
 def word_sequences(model: ModelFacts, word: str) -> tuple[tuple[int, ...], ...]:
-    """Return the token sequences of a text within a longer text, without and with a leading space.
+    """Return the tokens that a text has inside a longer text, without and with a leading space.
 
     If the text is white space only, it is used unchanged.
     """
@@ -181,7 +181,7 @@ def word_sequences(model: ModelFacts, word: str) -> tuple[tuple[int, ...], ...]:
 
 
 def _continuing(model: ModelFacts, text: str) -> tuple[int, ...]:
-    """Return the tokens of a text within a longer text, without a space that the tokenizer prepends."""
+    """Return the tokens that a text has inside a longer text, where the tokenizer prepends no space."""
 
     def bytes_of(ids: list[int]) -> bytes:
         return b"".join(map(model.vocabulary.token_bytes, ids))

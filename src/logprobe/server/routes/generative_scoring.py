@@ -101,7 +101,7 @@ def prepare_score(body: TokenScoreBody, service: Service) -> LabelTokensRequest:
         parts = [as_ids(item, "items") for item in items]
         prompts = _joined(as_ids(query, "query"), parts, body, service)
     else:
-        raise bad_request("items", "and query must both be texts or both be token ids")
+        raise bad_request("items", "must be of the same kind as query: both texts, or both token ids")
     return _admit(body, service, prompts, service.new_id("score"))
 
 

@@ -392,7 +392,7 @@ def _thought_end(fields: Fields) -> str | None:
 
 
 def _special_tokens(text: TextEdge, calls: CallMarks, thought_end: str) -> dict[str, int]:
-    """Return a map from text to id of the special tokens in the markers of calls and reasoning."""
+    """Return the special tokens that the markers of calls and reasoning contain, as a map from text to id."""
     marks = "\n".join((calls.first, calls.open, calls.close, calls.between or "", calls.last, thought_end))
     tokens = {
         text.vocabulary.token_bytes(token_id).decode("utf-8", "replace"): token_id

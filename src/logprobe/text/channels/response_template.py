@@ -73,7 +73,7 @@ def load_response_template(spec: object) -> ResponseTemplate:
     implicit = [name for name, field in fields.items() if field.open is None]
     if len(implicit) > 1:
         names = ", ".join(implicit)
-        raise _invalid(f"only one field may have neither open nor open_pattern, but these have none: {names}")
+        raise _invalid(f"at most one field may omit both open and open_pattern; these omit both: {names}")
     anchor = _marker(spec, "start_anchor", "start_anchor_pattern", "")
     if anchor is None:
         raise _invalid("start_anchor or start_anchor_pattern is missing")

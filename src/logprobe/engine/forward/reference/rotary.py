@@ -130,7 +130,10 @@ def llama3(rotary: Rotary, _num_tokens: int) -> Array:
 
 
 def yarn(rotary: Rotary, _num_tokens: int) -> Array:
-    """Return frequencies as `llama3`, but blended linearly by the pair's index: YaRN (Peng et al. 2023)."""
+    """Return low frequencies divided by a factor, high ones unchanged, others blended (YaRN).
+
+    The weight of the blend is linear in the index of the pair (Peng et al. 2023).
+    """
     powers = unscaled(rotary)
 
     def pair_of(num_turns: float) -> float:
