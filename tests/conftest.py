@@ -28,6 +28,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if not os.path.exists("/dev/nvidiactl"):  # noqa: PTH110
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from logprobe.errors import LogprobeError  # after the environment is set
+
 if find_spec("hypothesis") is not None:
     from hypothesis import settings as hypothesis_settings
 
@@ -117,30 +119,29 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Any:  # noqa: ARG001 - pytest's name
-    """Skip a test that itself imports a missing package of an extra."""
-    with skipping_absent():
-        return (yield)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
+    """Report tests as skipped that import a missing package of an extra, or use what needs the extra."""
+    report = yield
+    if call.excinfo is not None and (reason := absent_reason(call.excinfo.value)) is not None:
+        report.outcome, report.longrepr = "skipped", (str(item.path), 0, f"Skipped: {reason}")
+    return report
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_fixture_setup(fixturedef: Any) -> Any:  # noqa: ARG001 - pytest's name
-    """Skip the tests of a fixture that itself imports a missing package of an extra."""
-    with skipping_absent():
-        return (yield)
+def absent_reason(error: BaseException) -> str | None:
+    """Return why a test cannot run here; None if `error` is a failure.
 
-
-@contextmanager
-def skipping_absent() -> Iterator[None]:
-    """Skip if a file of the tests imports a missing package; in a file of the library, that is an error."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-        importer = next(file for file in reversed(files) if not file.startswith("<frozen"))
-        if error.name not in ABSENT or str(TESTS) not in importer:
-            raise
-        pytest.skip(f"{error.name} is not installed")
+    An import outside the tests and the examples is a failure, unless the library refuses with an error of its
+    own, which names the extra.
+    """
+    is_refusal = isinstance(error, LogprobeError)
+    while is_refusal and error.__cause__ is not None:
+        error = error.__cause__
+    if not isinstance(error, ModuleNotFoundError) or error.name not in ABSENT:
+        return None
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    importer = next(file for file in reversed(files) if not file.startswith("<frozen"))
+    is_test = any(str(folder) in importer for folder in (TESTS, TESTS.parent / "examples"))
+    return f"{error.name} is not installed" if is_refusal or is_test else None
 
 
 def has_gpu() -> bool:

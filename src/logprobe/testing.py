@@ -25,6 +25,7 @@ from logprobe.engine.engine import Engine
 from logprobe.engine.front import Front
 from logprobe.engine.protocol import Capabilities
 from logprobe.errors import ParameterError, require
+from logprobe.models.fast_tokenizer import FastTokenizer
 from logprobe.text.edge import TextEdge
 
 if TYPE_CHECKING:
@@ -148,12 +149,13 @@ def fake_model(
     Raises:
         ParameterError: a setting is invalid, or the vocabulary of `forward` is too small for the tokenizer.
     """
-    tokenizer = _byte_tokenizer(tokens)
-    forward = forward or FakeForward(len(tokenizer))
-    require(forward.vocab_size >= len(tokenizer), "vocab_size", f"must be {len(tokenizer)} or more")
-    text = TextEdge.of(tokenizer)
+    text = _byte_tokenizer(tokens)
+    num_tokens = text.backend.get_vocab_size()
+    forward = forward or FakeForward(num_tokens)
+    require(forward.vocab_size >= num_tokens, "vocab_size", f"must be {num_tokens} or more")
     config = EngineConfig(model="fake", **settings)
-    engine = Engine(config, forward, text, frozenset([tokenizer.eos_token_id]))
+    assert text.facts.eos_token_id is not None
+    engine = Engine(config, forward, text, frozenset([text.facts.eos_token_id]))
     capabilities = Capabilities(
         engine="fake",
         model="fake",
@@ -174,10 +176,8 @@ def fake_model(
     return LoadedModel(front, text, None, engine.sampling.pipeline)
 
 
-def _byte_tokenizer(tokens: Sequence[bytes]) -> Any:
+def _byte_tokenizer(tokens: Sequence[bytes]) -> TextEdge:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    from logprobe.models.tokenizer import ExactTokenizer
 
     # The byte-level alphabet of GPT-2, in the order of the bytes that its characters represent.
     order = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -189,8 +189,24 @@ def _byte_tokenizer(tokens: Sequence[bytes]) -> Any:
     backend = Tokenizer(models.BPE(vocab=ids, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    make: Any = ExactTokenizer  # transformers' own has no types
-    return make(tokenizer_object=backend, bos_token=BOS, eos_token=EOS, clean_up_tokenization_spaces=False)
+    backend.add_special_tokens([BOS, EOS])
+    names = {"bos_token": BOS, "eos_token": EOS}
+    fast = FastTokenizer(
+        backend=backend,
+        special_tokens_map=names,
+        extra_special_tokens=(),
+        chat_template=None,
+        response_template=None,
+        split_special_tokens=False,
+    )
+
+    def load() -> Any:
+        from logprobe.models.tokenizer import ExactTokenizer
+
+        make: Any = ExactTokenizer  # transformers' own has no types
+        return make(tokenizer_object=backend, clean_up_tokenization_spaces=False, **names)
+
+    return TextEdge.of_fast(fast, load)
 
 
 @contextmanager

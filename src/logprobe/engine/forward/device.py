@@ -50,7 +50,7 @@ def on_device(device: str) -> AbstractContextManager[object]:
     Tensor operations run on the GPU of their tensors, but Triton kernels, CUDA graphs and memory queries use
     the current GPU of the thread that starts them, which is the first one by default.
     """
-    if device == "cpu":
+    if not device.startswith("cuda"):
         return nullcontext()
     import torch
 

@@ -167,11 +167,11 @@ class NativeForward:
         """
         if self.decoder is None:
             raise EngineClosedError("the engine was closed before the LoRA weights were loaded")
-        lora = load_lora(name, path, self._modules(), number)
+        lora = load_lora(name, path, self._lora_modules(), number)
         self.decoder.check_lora(lora)
         return lora
 
-    def _modules(self) -> ModelModules:
+    def _lora_modules(self) -> ModelModules:
         """Return the modules that LoRA weights may change."""
         if isinstance(self.decoder, Decoder):
             return self.decoder.modules()

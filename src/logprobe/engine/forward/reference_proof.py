@@ -84,6 +84,10 @@ class PlainModel:
         if wrong := _wrong_biases(config, spec, names):
             return f"its biases do not match its configuration, such as {wrong[0]}"
         head, embedding = f"{spec.head}.weight", f"{spec.path}.{family.embedding}.weight"
+        sizes = config.vocab_size, config.hidden_size
+        shape = source.shapes[names[embedding]]
+        if any(size is not None and size != own for size, own in zip(sizes, shape, strict=True)):
+            return f"its embedding has shape {tuple(shape)}, but its configuration says {sizes}"
         if not config.tie_word_embeddings and head not in names:
             return f"its weights lack {head}"
         if config.tie_word_embeddings and head in names:
