@@ -172,6 +172,9 @@ def test_kernels_run_on_the_gpu_of_their_logits(monkeypatch: pytest.MonkeyPatch)
     seen: list[Any] = []
     device_of = torch.cuda.device_of
     monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: seen.append(tensor) or device_of(tensor))
+    # Triton's interpreter runs the GPU kernel on a tensor of the CPU, which else becomes an array.
+    monkeypatch.setattr("logprobe.kernels.extraction.api.as_rows", lambda rows: rows)
+    monkeypatch.setattr("logprobe.kernels.extraction.device.has_kernel", lambda _: True)
     logits = torch.zeros(1, 8)
     extract(logits, torch.tensor([3]), 0)
     assert [tensor.shape for tensor in seen] == [logits.shape]
