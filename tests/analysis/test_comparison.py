@@ -214,7 +214,7 @@ def test_stored_runs_are_compared_token_by_token(tiny_llm: LLM, rough_llm: LLM, 
     with pytest.raises(InputError, match="rows or tokens differ"):
         compare_stored(tmp_path / "a.parquet", tmp_path / "c.parquet")
     score_dataset(tiny_llm, str(source), tmp_path / "d.parquet")
-    with pytest.raises(InputError, match="score the data with tokens"):
+    with pytest.raises(InputError, match="logprobe dataset --tokens"):
         compare_stored(tmp_path / "a.parquet", tmp_path / "d.parquet")
 
 

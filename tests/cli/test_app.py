@@ -32,7 +32,7 @@ FLAGS = [
     (["generate", "hi", "--max-tokens", "-1"], "--max-tokens: must be 0 or more"),
     (["generate", "hi", "--top-p", "0"], "--top-p: must be in (0, 1]"),
     (["generate", "hi", "--top-k", "-5"], "--top-k: must be -1 or 0 (all) or positive"),
-    (["generate", "hi", "--stop", ""], "--stop: an empty string would stop at once"),
+    (["generate", "hi", "--stop", ""], "--stop: an empty string would stop the text immediately"),
     (["generate", "hi", "--logprobs", "many"], "--logprobs"),
     (["score", "--txt", "hi"], "--txt"),
     (["generate", "hi", "--temp", "0"], "--temp"),  # no abbreviations

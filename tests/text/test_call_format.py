@@ -148,7 +148,7 @@ def test_whatever_a_grammar_admits_is_a_call(name: str) -> None:
     for _ in range(20):
         matcher, ids = matcher_of(call_format(form, tools, "required", parallel=True), edge), list[int]()
         while (mask := matcher.mask()) is not None:
-            allowed = allowed_tokens(mask, end + 1).nonzero().flatten().tolist()
+            allowed = allowed_tokens(mask, end + 1).nonzero()[0].tolist()
             token_id = end if end in allowed else rng.choice(allowed)
             if token_id == end:
                 break

@@ -22,7 +22,7 @@ def test_nats_have_as_many_digits_as_people_compare(value: float, expected: str)
 
 def test_joined_distributions_have_joined_words() -> None:
     assert words.distribution_words("temperature+renormalised") == (
-        "after temperature, what truncation kept, renormalised"
+        "after temperature, what truncation kept, renormalized"
     )
 
 

@@ -23,7 +23,7 @@ from logprobe.errors import (
     EngineClosedError,
     EngineError,
     LogprobeError,
-    ModelError,
+    MissingPackageError,
     ParameterError,
     PromptTooLongError,
     ServerError,
@@ -249,7 +249,7 @@ def test_a_setting_out_of_range_is_named_and_leaves_no_thread(
 
 def test_without_httpx_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "httpx", None)
-    with pytest.raises(ModelError, match=r"pip install 'logprobe\[remote\]'"):
+    with pytest.raises(MissingPackageError, match=r"pip install 'logprobe\[remote\]'"):
         RemoteLLM("http://127.0.0.1:1")
 
 
