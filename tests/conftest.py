@@ -28,7 +28,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if not os.path.exists("/dev/nvidiactl"):  # noqa: PTH110
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from logprobe.errors import LogprobeError  # after the environment is set
+from logprobe.errors import LogprobeError, MissingPackageError  # after the environment is set
 
 if find_spec("hypothesis") is not None:
     from hypothesis import settings as hypothesis_settings
@@ -130,18 +130,20 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 def absent_reason(error: BaseException) -> str | None:
     """Return why a test cannot run here; None if `error` is a failure.
 
-    An import outside the tests and the examples is a failure, unless the library refuses with an error of its
-    own, which names the extra.
+    An import in the library is a failure, unless the library refuses with an error of its own, which names the
+    extra.
     """
     is_refusal = isinstance(error, LogprobeError)
     while is_refusal and error.__cause__ is not None:
         error = error.__cause__
+    if ABSENT and isinstance(error, MissingPackageError):
+        return str(error)
     if not isinstance(error, ModuleNotFoundError) or error.name not in ABSENT:
         return None
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     importer = next(file for file in reversed(files) if not file.startswith("<frozen"))
-    is_test = any(str(folder) in importer for folder in (TESTS, TESTS.parent / "examples"))
-    return f"{error.name} is not installed" if is_refusal or is_test else None
+    is_library = importer.startswith(str(TESTS.parent / "src"))
+    return None if is_library and not is_refusal else f"{error.name} is not installed"
 
 
 def has_gpu() -> bool:
