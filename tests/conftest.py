@@ -130,8 +130,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 def absent_reason(error: BaseException) -> str | None:
     """Return why a test cannot run here; None if `error` is a failure.
 
-    An import in the library is a failure, unless the library refuses with an error of its own, which names the
-    extra.
+    An import in the library is a failure, unless the library refuses with an error of its own, which names
+    the extra.
     """
     is_refusal = isinstance(error, LogprobeError)
     while is_refusal and error.__cause__ is not None:
