@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import os
-import re
 import shutil
 import socket
 import threading
@@ -91,31 +90,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 # Packages of extras that `make test-core` does without.
 OPTIONAL = ("torch", "transformers", "peft", "pyarrow", "pandas", "polars", "duckdb", "triton", "matplotlib")
 ABSENT = [name for name in OPTIONAL if find_spec(name) is None]
-LEFT_OUT: list[str] = []  # test files that import one of these
 
 
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out the test files that import a missing package of an extra."""
-    if not ABSENT or collection_path.suffix != ".py" or collection_path.name == "conftest.py":
-        return None
-    helpers = [path.stem for path in TESTS.glob("*.py") if _imports(path, ABSENT)]
-    if not _imports(collection_path, [*ABSENT, *helpers]):
-        return None
-    LEFT_OUT.append(str(collection_path.relative_to(config.rootpath)))
-    return True
-
-
-def _imports(file: Path, modules: list[str]) -> bool:
-    """Return True if a file imports one of these modules when it is imported itself."""
-    statement = rf"^(import|from) ({'|'.join(modules)})\b"
-    return re.search(statement, file.read_text(encoding="utf-8"), re.MULTILINE) is not None
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """List the files that were left out."""
-    if LEFT_OUT:
-        what = f"{len(LEFT_OUT)} files were left out, because they import {', '.join(ABSENT)}"
-        terminalreporter.write_line(f"{what}: {' '.join(sorted(LEFT_OUT))}")
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Any:
+    """Report test files as skipped that import a missing package of an extra."""
+    report = yield
+    call = getattr(report, "call", None)
+    error = None if call is None or call.excinfo is None else call.excinfo.value.__cause__
+    if isinstance(error, ModuleNotFoundError) and error.name in ABSENT:
+        reason = f"Skipped: {error.name} is not installed"
+        report.outcome, report.longrepr = "skipped", (str(collector.path), 0, reason)
+    return report
 
 
 @pytest.hookimpl(wrapper=True)

@@ -98,6 +98,7 @@ def test_rows_under_lora_weights_have_the_same_bits_beside_rows_without_any(
 
 
 def test_a_model_whose_bits_depend_on_the_batch_is_refused(tiny_model_folder: Path) -> None:
+    pytest.importorskip("transformers")
     with raises(ParameterError, parameter="batch_invariant"):
         LLM(str(tiny_model_folder), weights="plain", batch_invariant=True, kv_cache_memory_bytes=1 << 20)
 

@@ -38,6 +38,7 @@ def test_the_table_names_every_built_in_with_its_arguments() -> None:
 @pytest.mark.real_model
 def test_the_example_program_runs(real_llm: LLM) -> None:
     del real_llm  # only checks that the model is available
+    pytest.importorskip("torch")
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / "say_it_again.py")],
         capture_output=True,

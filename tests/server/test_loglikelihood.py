@@ -39,6 +39,7 @@ def test_continuations_score_as_offline(server: Any) -> None:
 def test_python_http_and_the_command_line_give_the_same_score(
     server: Any, tiny_model_folder: Path, tmp_path: Path
 ) -> None:
+    pytest.importorskip("pyarrow")
     rows, scored = tmp_path / "rows.jsonl", tmp_path / "scored.jsonl"
     rows.write_text("".join(json.dumps({"context": CONTEXT, "text": answer}) + "\n" for answer in ANSWERS))
     flags = ("--context-column", "context", "--unconditional", "--tokens", "-o", str(scored))
@@ -238,6 +239,7 @@ def test_own_ids_at_each_position_come_as_offline(server: Any, temperature: floa
 
 
 def test_replies_count_as_logprob_bytes_in_json_and_arrow(server: Any) -> None:
+    pytest.importorskip("pyarrow")
     for accept in ("application/json", "application/vnd.apache.arrow.stream"):
         before = server.service.metrics.registry.get_sample_value("logprobe_logprob_bytes_total")
         reply = httpx.post(

@@ -83,7 +83,7 @@ def test_rows_that_are_not_vllms_own_are_told_at_the_start(
 
     own = start.own_row
     monkeypatch.setattr(start, "own_row", lambda *args: _reversed(own(*args)))
-    with pytest.raises(EngineError, match="differs by"):
+    with pytest.raises(EngineError, match="differ by"):
         start.check_routes(engine, engine.core._llm, engine.core._bridge)
 
 

@@ -20,7 +20,6 @@ from logprobe.engine.creator import Creator
 from logprobe.engine.forward.device import on_device
 from logprobe.engine.overlap import OverlappedLoop
 from logprobe.errors import EngineClosedError, EngineError
-from logprobe.models.quiet import quiet_transformers
 from logprobe.transport.messages import TakeWeights
 
 if TYPE_CHECKING:
@@ -128,8 +127,7 @@ class EngineThread:
         if isinstance(command, TakeWeights):
             self.take(command).result()
             return None
-        with quiet_transformers():
-            return self.engine.load(command)
+        return self.engine.load(command)
 
     def take(self, command: TakeWeights) -> Future[None]:
         """Queue the switch to prepared weights; the returned future completes once they are in use.
