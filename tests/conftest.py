@@ -98,9 +98,9 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Any:
     report = yield
     call = getattr(report, "call", None)
     error = None if call is None or call.excinfo is None else call.excinfo.value.__cause__
-    if isinstance(error, ModuleNotFoundError) and error.name in ABSENT:
-        reason = f"Skipped: {error.name} is not installed"
-        report.outcome, report.longrepr = "skipped", (str(collector.path), 0, reason)
+    is_absent = isinstance(error, ModuleNotFoundError) and error.name in ABSENT
+    if is_absent or (ABSENT and isinstance(error, MissingPackageError)):
+        report.outcome, report.longrepr = "skipped", (str(collector.path), 0, f"Skipped: {error}")
     return report
 
 
