@@ -111,7 +111,7 @@ def test_a_real_model_scores_and_writes_as_hf_does(
 @pytest.mark.parametrize(
     ("use", "words"),
     [
-        ("max_batch_row=4)", "did you mean 'max_num_seqs'?"),
+        ("max_num_seq=4)", "did you mean 'max_num_seqs'?"),
         ("max_length=16).generate_until([SimpleNamespace(args=('a dog', {'max_gen_toks': 16}))])", "no room"),
     ],
 )
