@@ -65,6 +65,22 @@ def test_without_pyarrow_a_data_set_is_refused_before_the_model_loads(tmp_path: 
     assert "pip install 'logprobe[arrow]'" in printed
 
 
+def test_without_torch_the_class_on_vllm_names_its_extra() -> None:
+    printed = run_without(
+        "torch",
+        code="""
+        import logprobe.next_token
+
+        try:
+            logprobe.next_token.AsyncVirtualLM
+        except ImportError as error:
+            print(type(error).__name__, error)
+        """,
+    )
+    assert printed.startswith("MissingPackageError")
+    assert "pip install 'logprobe[vllm]'" in printed
+
+
 @pytest.mark.real_model
 def test_the_default_model_runs_without_torch_and_other_extras() -> None:
     printed = run_without(

@@ -146,7 +146,7 @@ class CacheConfig:
 @strict_keywords
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerConfig:
-    """Batches: the size of a step, and what runs beside it.
+    """Batches: the size of a step, and how steps overlap.
 
     Args:
         max_num_batched_tokens: maximum number of tokens per step.

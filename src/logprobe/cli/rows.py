@@ -89,7 +89,7 @@ def totals_of(
 
 
 def info_dict(llm: LLM, info: LogprobsInfo | None) -> dict[str, Any]:
-    """Describe the log-probabilities and the model; if `info` is None, only the model."""
+    """Describe the model and, if `info` is given, the log-probabilities."""
     able = llm.engine.capabilities()
     about = {"engine": able.engine, "model": able.model, "logprobe_version": __version__}
     if info is not None:

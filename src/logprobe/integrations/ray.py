@@ -100,7 +100,7 @@ class RayWorkers:
         self._cluster = cluster
 
     def source_of_numbers(self) -> dict[str, str | None]:
-        """Return an empty dict, because each batch of results has the source of its own numbers."""
+        """Return an empty dict, because every batch of results states its own source."""
         return {}
 
     def scored(self, *, skip: int) -> Iterator[ScoredBatch]:

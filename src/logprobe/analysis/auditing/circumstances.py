@@ -315,7 +315,7 @@ class Circumstances:
         return Ask(form=form, prompt=prompt, max_tokens=min(24, self.max_len // 4), params=params)
 
     def _prompt_of(self, size: int) -> tuple[int, ...] | None:
-        """Return a prompt of `size` tokens with a beginning of its own for each size."""
+        """Return a prompt of `size` tokens; prompts of different sizes start differently."""
         text = f"Chapter {size}. " + " ".join([PROBE, OTHER, CONTINUED] * (size // 24 + 1))
         ids = self.comparison.reader.tokens.encode(text)[:size]
         return ids if len(ids) == size else None

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from logprobe.analysis.scorer import Scorer
 
 EXTRAS: Final[tuple[Extras, ...]] = ({"return_token_ids": True}, {})
-REPLACEMENT: Final = "\ufffd"  # stands for bytes that are not a whole character
+REPLACEMENT: Final = "\ufffd"  # replaces bytes of an incomplete character
 NEAR: Final = 0.2  # nats; rounding may reorder tokens that differ by less
 TEXT: Final = "Once upon a time there was a small village by the sea, where"
 REPEATS: Final = "the cat the cat the cat the cat the cat the"

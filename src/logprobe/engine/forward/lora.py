@@ -112,7 +112,7 @@ class LoraRows:
         """
         for lora, rows in self.groups:
             part = self._part(lora, name)
-            if part is None:  # this LoRA does not change the layer
+            if part is None:  # the adapter does not change this layer
                 continue
             is_whole = len(rows) == len(x)
             inputs = x if is_whole else x[rows]

@@ -62,7 +62,7 @@ class TensorPlan:
 
     @classmethod
     def of(cls, plan: AttentionPlan, device: torch.device, *, uses_kernels: bool | None = None) -> TensorPlan:
-        """Copy a plan to a device; `uses_kernels=None` stands for True if the kernels can read the cache."""
+        """Copy a plan to a device; by default, kernels are used if they can read the cache."""
         if uses_kernels is None:
             uses_kernels = plan.pool.is_readable_in_place
         chunks = [
@@ -80,7 +80,7 @@ class TensorPlan:
     def mask(self, index: int, window: int | None) -> torch.Tensor | None:
         """Return the mask of chunk `index`, (rows, context) bool, where True means visible.
 
-        None stands for a plain causal mask.
+        None means a causal mask.
         """
         chunk = self.chunks[index]
         context = len(chunk.slots)

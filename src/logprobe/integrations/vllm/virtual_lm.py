@@ -11,7 +11,6 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, final
 
 import numpy as np
-import torch
 
 from logprobe.config import EngineConfig
 from logprobe.errors import MissingPackageError, UnknownParameterError, require
@@ -20,6 +19,13 @@ from logprobe.next_token.async_lm import AsyncLM
 from logprobe.next_token.batcher import check_batching
 from logprobe.next_token.engine_lm import EngineLM
 from logprobe.next_token.rows import Prefix, RowCache
+
+MISSING = "AsyncVirtualLM needs vLLM; pip install 'logprobe[vllm]'"
+
+try:
+    import torch
+except ImportError as missing:
+    raise MissingPackageError(MISSING) from missing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -269,7 +275,7 @@ def _check_settings(
 
 def _need_vllm() -> None:
     if find_spec("vllm") is None:
-        raise MissingPackageError("AsyncVirtualLM needs vLLM; pip install 'logprobe[vllm]'")
+        raise MissingPackageError(MISSING)
 
 
 def _config(model_name: str | Path, engine_opts: Mapping[str, Any] | None) -> EngineConfig:
