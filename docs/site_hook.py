@@ -29,6 +29,7 @@ BESIDE = {
     "GOVERNANCE.md": "governance.md",
     "CODE_OF_CONDUCT.md": "code-of-conduct.md",
     "LICENSE": "license.md",
+    "THIRD_PARTY_NOTICES.md": "third-party-notices.md",
 } | {f"examples/{path.name}": f"examples/{path.stem}.md" for path in sorted((ROOT / "examples").glob("*.py"))}
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
 
