@@ -8,8 +8,6 @@ once per batch of events.
 from __future__ import annotations
 
 import itertools
-import threading
-import time
 from collections.abc import Mapping
 from contextlib import aclosing, contextmanager
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 from msgspec.structs import replace
 
+from logprobe import runtime
 from logprobe.engine.creator import Creator
 from logprobe.engine.loras import LoraTable
 from logprobe.engine.output_builder import Describer, OutputBuilder
@@ -70,13 +69,13 @@ class Front:
         self._capabilities = own = core.capabilities()
         self._describer = Describer(own.source(), own.vocab_size, table)
         self._numbers = itertools.count(1)  # load numbers, shared by LoRA weights and model weights
-        self._loading = threading.Lock()  # serializes loads of model weights
+        self._loading = runtime.Lock()  # serializes loads of model weights
         self._streams: RequestStreams[Event] = RequestStreams(
             BUFFER_ROWS,
             pause=lambda request_id: core.send(Pause(request_id, "reader")),
             resume=lambda request_id: core.send(Resume(request_id, "reader")),
         )
-        self._lock = threading.Lock()
+        self._lock = runtime.Lock()
         # `_lock` guards everything below.
         self._builders: dict[str, OutputBuilder] = {}
         self._read: set[str] = set()  # ids that have a reader
@@ -100,7 +99,7 @@ class Front:
             admitted,
             lora_number=lora_number,
             weights_number=self.weights_number,
-            admitted_s=time.monotonic(),
+            admitted_s=runtime.monotonic(),
         )
 
     def submit(self, admitted: Sequence[Admitted]) -> tuple[Admitted, ...]:
