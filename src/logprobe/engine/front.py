@@ -105,8 +105,9 @@ class Front:
     def submit(self, admitted: Sequence[Admitted]) -> tuple[Admitted, ...]:
         """Submit admitted requests as a group; they start in the same step if they fit.
 
-        Afterwards call `result` or `stream` exactly once per request. Returns the requests with the load
-        number of the LoRA weights in use, which may have been reloaded since `admit`.
+        Afterwards call `result` or `stream` exactly once per request; if other tasks do so, use `submitted`.
+        Returns the requests with the load number of the LoRA weights in use, which may have been reloaded
+        since `admit`.
 
         Raises:
             ParameterError: a request id is in use, or LoRA weights were removed; no request was accepted.
@@ -115,6 +116,24 @@ class Front:
         accepted = self._open(admitted)
         self.core.send(Submit(accepted))
         return accepted
+
+    @contextmanager
+    def submitted(self, admitted: Sequence[Admitted]) -> Iterator[tuple[Admitted, ...]]:
+        """Submit requests as `submit` does; at the end of the block, abort those that have no reader.
+
+        A task that is cancelled before its first step never calls `result` or `stream`.
+        """
+        accepted = self.submit(admitted)
+        try:
+            yield accepted
+        finally:
+            for request_id in (one.request.request_id for one in accepted):
+                with self._lock:
+                    is_unread = request_id in self._builders and request_id not in self._read
+                if is_unread:
+                    self._streams.unregister(request_id)
+                    self.core.send(Abort(request_id))
+                    self._forget(request_id)
 
     async def result(self, request_id: str) -> RequestOutput:
         """Wait for a request's final output; cancelling the wait aborts the request."""
