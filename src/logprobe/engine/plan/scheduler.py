@@ -296,11 +296,14 @@ class Scheduler:
     def _plan_tokens(self, sample: Sample, plan: StepPlan, budget: int) -> int:
         if not sample.has_tail:
             self._walk_on(sample, plan)
-        in_tree = not sample.is_decoding
-        count = min(sample.num_remaining, budget)
+        count, num_preempted = min(sample.num_remaining, budget), self.num_preempted
         count = min(count, self._make_room(count, sample, plan))
+        if self.num_preempted > num_preempted and not sample.has_tail:
+            self._walk_on(sample, plan)  # the preempted samples may have left these tokens in the tree
+            count = min(count, sample.num_remaining)
         if count == 0:
             return 0
+        in_tree = not sample.is_decoding
         start = sample.num_computed
         slots = self.pool.allocate(count)
         plan.tokens.append(Span(sample, start, start + count))
