@@ -42,11 +42,11 @@ from simulation.plan import Ask, Close, Control, Fault, Leave, Lora, Plan, Swap
 from simulation.processes import SimLauncher
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from logprobe.engine.plan.sample import Sample
     from logprobe.engine.plan.scheduler import Scheduler, StepPlan
-    from logprobe.transport.messages import Event
+    from logprobe.transport.messages import Admitted, Event
 
 PATIENCE_S = 200.0  # of virtual time for everything to end
 WAKE_S = 0.3  # for an idle engine to take a request
@@ -101,7 +101,11 @@ class Call:
     ask: Ask
     loop: Loop
     task: asyncio.Task[None] | None = None  # set by the loop
-    is_done: bool = False
+
+    @property
+    def is_done(self) -> bool:
+        """True once all its readers have ended."""
+        return self.task is not None and self.task.done()
 
     def cancel(self) -> None:
         """Cancel the readers, on the loop's thread."""
@@ -202,9 +206,11 @@ class WatchedEngine(Engine):
         began = [sample for sample in new if sample in running]
         for index, sample in enumerate(new):
             is_behind = sample in left and any(
-                other in began and other.call == sample.call for other in new[index + 1 :]
+                other in began and (other.caller, other.call) == (sample.caller, sample.call)
+                for other in new[index + 1 :]
             )
-            require(not is_behind, "a sample overtook an earlier one of its call")
+            shown = [(one.request.request_id, one.index, one.call, one in began) for one in new]
+            require(not is_behind, f"a sample overtook an earlier one of its call: {shown}")
         for sample in began:
             self.world.sometimes["prefix found"] += sample.num_cached > 0
         self._started.update(sample for sample in running)
@@ -491,8 +497,6 @@ class World:
             await self._ask(call.ask, self.front)
         except Exception as error:  # noqa: BLE001 - no exception is expected
             self.clock.fail(error)
-        finally:
-            call.is_done = True
 
     async def _ask(self, ask: Ask, front: Front) -> None:
         requests = [
@@ -513,13 +517,15 @@ class World:
             for one in admitted:  # before `submit`, whose events may come first
                 name = one.request.request_id
                 self.records[name] = Record(ask, one.request, one.lora_number, least)
-            accepted = front.submit(admitted)
+            with front.submitted(admitted) as accepted:
+                await self._read_all(front, accepted)
         except (errors.ParameterError, errors.EngineClosedError) as error:
             is_expected = error.parameter == "lora" if isinstance(error, errors.ParameterError) else True
             self.require(is_expected, f"a request was refused: {error!r}")
             for request in requests:
                 self.records.pop(request.request_id, None)
-            return
+
+    async def _read_all(self, front: Front, accepted: Sequence[Admitted]) -> None:
         for one in accepted:
             self.records[one.request.request_id].lora_number = one.lora_number
             self.sometimes["LoRA used"] += one.lora_number > 0
