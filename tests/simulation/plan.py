@@ -166,8 +166,8 @@ class _Drawer:
             events += [Leave(at=self._at(), name=rng.choice(self._names)) for _ in range(rng.randint(1, 5))]
         if "fault" in kinds:
             events += [self._fault(settings) for _ in range(rng.randint(1, 3))]
-        if "close" in kinds and rng.random() < 0.5:
-            events.append(Close(at=self._at(), drains=rng.random() < 0.4, again=rng.random() < 0.7))
+        if "close" in kinds and rng.random() < 0.7:
+            events.append(Close(at=self._at(), drains=rng.random() < 0.5, again=rng.random() < 0.7))
         events.sort(key=lambda event: event.at)
         return Plan(self._seed, settings, tuple(events))
 
@@ -203,7 +203,7 @@ class _Drawer:
             stem = rng.choice(self._stems)
             prompts.append((stem[: rng.randint(1, len(stem))] + self._ids(rng.choice([0, 1, 3, 12])))[:most])
         params: dict[str, Any] = {
-            "max_tokens": rng.choice([0, 1, 2, 5, 12, 30]),
+            "max_tokens": rng.choice([0, 1, 2, 5, 12, 30, 30]),
             "temperature": rng.choice([0, 0, 0.3, 1.0]),
             "seed": rng.randrange(5),
         }

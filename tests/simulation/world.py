@@ -33,6 +33,7 @@ from logprobe.engine.backends.start import NativeParts
 from logprobe.engine.backends.thread import EngineThread
 from logprobe.engine.engine import Engine
 from logprobe.engine.front import Front
+from logprobe.engine.plan.drafts import MAX_DRAFTS
 from logprobe.sampling import SamplingParams
 from logprobe.transport.messages import Abort, Delta, Failure, LoadLora, Request, Submit, TakeWeights
 from simulation.clockwork import Clockwork, Loop, SimThread
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from logprobe.transport.messages import Admitted, Event
 
 PATIENCE_S = 200.0  # of virtual time for everything to end
+MAX_LATE_STEPS = 3  # after a full buffer, until the engine has paused the request
 WAKE_S = 0.3  # for an idle engine to take a request
 SOMETIMES = frozenset(
     {
@@ -260,7 +262,15 @@ class WatchedFront(Front):
         events = list(events)
         for event in events:
             self._world.check_event(event, is_end=self._is_closed)
+            has_rows = isinstance(event, Delta) and (event.token_ids or event.prompt or event.row is not None)
+            is_old = has_rows and event.weights_number < self._describer.weights_number
+            self._world.require(
+                not is_old, f"{event.request_id}: old weights after the swap was acknowledged"
+            )
         super()._publish(events)
+        for inbox in list(self._streams._inboxes.values()):
+            most = inbox.buffer_size + MAX_LATE_STEPS * self._world.most_rows(inbox.req_id)
+            self._world.require(inbox.num_rows <= most, f"{inbox.num_rows} rows wait for {inbox.req_id}")
 
 
 class World:
@@ -281,7 +291,6 @@ class World:
         self.allowed: set[type[Exception]] = set()
         self._calls: dict[str, Call] = {}
         self._operations: list[SimThread] = []
-        self._is_closing = False
         self._first_weights = -1 if self.settings.is_poisoned else 0
 
     def require(self, holds: bool, what: str) -> None:
@@ -290,6 +299,12 @@ class World:
             error = AssertionError(what)
             self.clock.fail(error)
             raise error
+
+    def most_rows(self, name: str) -> int:
+        """Return how many rows a step may add for a request."""
+        record = self.records.get(name)
+        is_late = self.settings.num_replicas or record is None  # messages may be under way for long
+        return 1000 if is_late else (1 + MAX_DRAFTS) * record.request.params.num_samples  # type: ignore[union-attr]
 
     def run(self) -> Outcome:
         """Run the plan to its end."""
@@ -464,7 +479,7 @@ class World:
             self.sometimes["swap failed" if isinstance(event, Swap) else "LoRA load failed"] += 1
         except errors.EngineClosedError:
             self.sometimes["load cancelled"] += 1
-            self.require(self._is_closing, "the engine is closed")
+            self.require(front._is_closed, "the engine is closed")
         except errors.EngineError as error:
             self.sometimes["load cancelled"] += 1
             self.require(any(isinstance(error, kind) for kind in self.allowed), f"a load failed: {error!r}")
@@ -481,10 +496,8 @@ class World:
         else:
             self.sometimes["closed while busy"] += bool(busy)
             self.allowed.add(errors.EngineClosedError)
-        self._is_closing = True
         self.front.close()
         self._wait_for_all()
-        self._is_closing = False
         if event.again:
             self.sometimes["started again"] += 1
         self._start()
