@@ -102,7 +102,20 @@ class Close:
     again: bool = True
 
 
-Event: TypeAlias = Ask | Leave | Control | Lora | Swap | Fault | Close
+@dataclass(frozen=True, kw_only=True)
+class Visit:
+    """An HTTP request to the server."""
+
+    at: float
+    name: str
+    path: str
+    body: dict[str, Any]
+    caller: str = "10.0.0.1"
+    leaves_s: float | None = None  # after which the client disconnects
+    slow_s: float = 0.0  # before each part of the body, and after each part of the reply
+
+
+Event: TypeAlias = Ask | Visit | Leave | Control | Lora | Swap | Fault | Close
 
 
 @dataclass(frozen=True)
@@ -155,6 +168,8 @@ class _Drawer:
             kinds.append("fault")
         for _ in range(rng.choice([2, 6, 12, 20])):
             events.append(self._ask(settings, has_lora="lora" in kinds))
+        if rng.random() < 0.25:
+            events += [self._visit(settings, number) for number in range(rng.choice([3, 10, 20]))]
         if "lora" in kinds:
             loads = [Lora(at=0.0, name="x", own=1), Lora(at=0.0, name="y", own=2)]
             events += loads + [self._lora() for _ in range(rng.randint(1, 4))]
@@ -249,6 +264,31 @@ class _Drawer:
             delay_s=rng.choice([0, 0, 0.01, 0.2, 1e6]) if streams else 0,
             leave_after=rng.choice([None, None, 1, 3]) if streams else None,
             loop=rng.randrange(2),
+        )
+
+    def _visit(self, settings: Settings, number: int) -> Visit:
+        rng = self._rng
+        most = min(settings.num_slots, 40)
+        prompts = [
+            list((rng.choice(self._stems) + self._ids(2))[: most - 3]) for _ in range(rng.choice([1, 1, 3]))
+        ]
+        body: dict[str, Any] = {
+            "prompt": prompts,
+            "max_tokens": min(rng.choice([1, 4, 12]), most - max(map(len, prompts))),
+            "temperature": rng.choice([0, 0.7]),
+            "seed": rng.randrange(5),
+            "logprobs": rng.choice([None, 0, 3]),
+            "stream": rng.random() < 0.4,
+            "n": rng.choice([1, 1, 2]),
+        }
+        return Visit(
+            at=self._at(),
+            name=f"visit{number}",
+            path="/v1/completions",
+            body=body,
+            caller=rng.choice(["10.0.0.1", "10.0.0.2"]),
+            leaves_s=rng.choice([None, None, 0.0, 0.004, 0.05, 0.4]),
+            slow_s=rng.choice([0, 0, 0.01, 0.2]),
         )
 
     def _lora(self) -> Lora:

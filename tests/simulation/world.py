@@ -39,8 +39,9 @@ from logprobe.transport.messages import Abort, Delta, Failure, LoadLora, Request
 from simulation.clockwork import Clockwork, Loop, SimThread
 from simulation.hashed import CONTEXT_LEN, EOS, HashedForward, capabilities, text_edge
 from simulation.oracle import Oracle
-from simulation.plan import Ask, Close, Control, Fault, Leave, Lora, Plan, Swap
+from simulation.plan import Ask, Close, Control, Fault, Leave, Lora, Plan, Swap, Visit
 from simulation.processes import SimLauncher
+from simulation.serving import Served
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -60,6 +61,7 @@ SOMETIMES = frozenset(
         *("LoRA used", "LoRA replaced while used", "LoRA load failed", "rotary restart"),
         *("step failed", "rows failed on the way", "processor raised", "row was NaN"),
         *("replica killed", "replica restarted", "replica hung", "message cut", "connection dropped"),
+        *("reply", "reply streamed", "client left", "server was full"),
         *("load cancelled", "drained", "closed while busy", "started again"),
     }
 )
@@ -98,9 +100,9 @@ class Record:
 
 @dataclass
 class Call:
-    """An `Ask` that was begun."""
+    """An `Ask` or `Visit` that was begun."""
 
-    ask: Ask
+    ask: Ask | Visit
     loop: Loop
     task: asyncio.Task[None] | None = None  # set by the loop
 
@@ -291,6 +293,7 @@ class World:
         self.allowed: set[type[Exception]] = set()
         self._calls: dict[str, Call] = {}
         self._operations: list[SimThread] = []
+        self.is_changed = any(isinstance(event, Swap | Lora | Close) for event in plan.events)
         self._first_weights = -1 if self.settings.is_poisoned else 0
 
     def require(self, holds: bool, what: str) -> None:
@@ -388,6 +391,8 @@ class World:
             parts = self._build(self.config())
             core = EngineThread(parts.engine, parts.capabilities, overlap=self.settings.overlap)
         self.front = WatchedFront(core, self)
+        has_visits = any(isinstance(event, Visit) for event in self.plan.events)
+        self._served = Served(self) if has_visits else None
 
     def _play(self) -> None:
         clock = self.clock
@@ -413,8 +418,9 @@ class World:
 
     def _do(self, event: Any) -> None:
         match event:
-            case Ask():
-                call = self._calls[event.name] = Call(event, self._loops[event.loop])
+            case Ask() | Visit():
+                loop = self._loops[event.loop if isinstance(event, Ask) else 0]
+                call = self._calls[event.name] = Call(event, loop)
                 call.loop.call_soon_threadsafe(self._begin, call)
             case Leave(name=name) if name in self._calls:
                 call = self._calls[name]
@@ -507,7 +513,11 @@ class World:
 
     async def _run_call(self, call: Call) -> None:
         try:
-            await self._ask(call.ask, self.front)
+            if isinstance(call.ask, Ask):
+                await self._ask(call.ask, self.front)
+            else:
+                assert self._served is not None
+                await self._served.visit(call.ask)
         except Exception as error:  # noqa: BLE001 - no exception is expected
             self.clock.fail(error)
 
@@ -626,7 +636,7 @@ class World:
         until_s = self.clock.now + PATIENCE_S
         while open_calls := [call for call in self._calls.values() if not call.is_done]:
             for call in open_calls:
-                if call.ask.delay_s > 1e5:
+                if isinstance(call.ask, Ask) and call.ask.delay_s > 1e5:
                     call.loop.call_soon_threadsafe(call.cancel)
                 self.front.resume(f"{call.ask.name}.0")
             names = [call.ask.name for call in open_calls]
@@ -637,6 +647,11 @@ class World:
         """Check that nothing is left of the requests."""
         front, until_s = self.front, self.clock.now + 60
         self.sometimes["replica restarted"] += front.stats().restarts
+        if self._served is not None:
+            future = asyncio.run_coroutine_threadsafe(self._served.check_rest(), self._loops[0])
+            while not future.done():
+                self.clock.sleep(0.1)
+            future.result()
         front.forget_prefixes()
         while problems := self._left():
             self.require(self.clock.now < until_s, f"left at the end: {'; '.join(problems)}")
