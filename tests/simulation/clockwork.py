@@ -35,7 +35,7 @@ class Killed(BaseException):
     """Raised in a thread whose process was killed, at each place where it would wait."""
 
 
-class Deadlock(AssertionError):
+class DeadlockError(AssertionError):
     """Every thread waits for another one."""
 
 
@@ -231,7 +231,7 @@ class Clockwork:
         if not ready:
             timed = [t.deadline for t in self.threads if t.deadline is not None and not t.process.is_frozen]
             if not timed:
-                self.fail(Deadlock(self.stacks()))
+                self.fail(DeadlockError(self.stacks()))
                 return self.main
             self.now = max(self.now, min(timed))
             ready = self._ready()

@@ -2,8 +2,8 @@
 
 A slot of the KV cache holds a hash of its token, its position and the weights that computed it, as keys and
 values do. A row's logits follow from all slots of its context, so reading a slot of another prefix, of old
-weights or of other LoRA weights gives other logits. A part of them depends on the last two tokens alone, which
-makes texts repeat themselves, so that drafts are accepted and rejected.
+weights or of other LoRA weights gives other logits. A part of them depends on the last two tokens alone,
+which makes texts repeat themselves, so that drafts are accepted and rejected.
 """
 
 from __future__ import annotations

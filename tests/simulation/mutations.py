@@ -1,7 +1,6 @@
-"""Put faults into the engine on purpose, one at a time, and measure how long the simulation takes to find each.
+"""Put faults into the engine on purpose, one at a time, and measure how long it takes to find each.
 
-`python tests/simulation/mutations.py [--write] [NAME ...]`, with `tests` on the path. Each fault is a change of the
-source in a copy; it must be found within 30 seconds.
+`make mutations` runs it. Each fault is a change of the source in a copy; it must be found within 30 seconds.
 """
 
 from __future__ import annotations
@@ -79,8 +78,8 @@ MUTATIONS = (
     Mutation(
         "a preempted sample is not queued again",
         SCHEDULER,
-        "        self._stop(sample)\n        self.waiting.appendleft(sample)\n        self.num_preempted += 1",
-        "        self._stop(sample)\n        self.num_preempted += 1",
+        "        self.waiting.appendleft(sample)\n        self.num_preempted += 1",
+        "        self.num_preempted += 1",
     ),
     Mutation(
         "the latest request starts first",

@@ -1,4 +1,4 @@
-"""What happens in one simulation: settings and events, drawn from a seed, and printed as Python to be pasted."""
+"""What happens in one simulation: settings and events, drawn from a seed, and printed as a test."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ class Swap:
 class Fault:
     """Something goes wrong in an engine or its process.
 
-    `run`, `head`, `to_host`: the step raises there. `slow`: it takes `seconds`. `kill`, `drop` (the connection),
-    `freeze` (for `seconds`), `cut` (the next message to the process), `cut-back` (from it): of a process.
+    `run`, `head`, `to_host`: the step raises there. `slow`: it takes `seconds`. Of a process: `kill`, `drop`
+    (the connection), `freeze` (for `seconds`), `cut` (the next message to it), `cut-back` (from it).
     """
 
     at: float
@@ -166,15 +166,14 @@ class _Drawer:
         ]
         if settings.num_replicas and rng.random() < 0.6 and "fault" not in kinds:
             kinds.append("fault")
-        for _ in range(rng.choice([2, 6, 12, 20])):
-            events.append(self._ask(settings, has_lora="lora" in kinds))
+        events += [self._ask(settings, has_lora="lora" in kinds) for _ in range(rng.choice([2, 6, 12, 20]))]
         if rng.random() < 0.25:
             events += [self._visit(settings, number) for number in range(rng.choice([3, 10, 20]))]
         if "lora" in kinds:
             loads = [Lora(at=0.0, name="x", own=1), Lora(at=0.0, name="y", own=2)]
             events += loads + [self._lora() for _ in range(rng.randint(1, 4))]
         if "swap" in kinds:
-            events += [self._swap() for _ in range(rng.randint(1, 3))]
+            events += [one for _ in range(rng.randint(1, 3)) for one in self._swap(settings, "lora" in kinds)]
         if "control" in kinds:
             events += [one for _ in range(rng.randint(1, 8)) for one in self._control()]
         if "leave" in kinds:
@@ -190,7 +189,7 @@ class _Drawer:
         rng = self._rng
         drawn: dict[str, Any] = {
             "num_replicas": rng.choice([0, 0, 0, 1, 2]),
-            "num_slots": rng.choice([8, 12, 16, 24, 32, 48, 64]),
+            "num_slots": rng.choice([8, 12, 16, 16, 24, 24, 32, 48, 64]),
             "max_num_batched_tokens": rng.choice([1, 3, 8, 16, 64]),
             "max_num_seqs": rng.choice([1, 2, 4, 8]),
             "overlap": rng.random() < 0.4,
@@ -216,7 +215,9 @@ class _Drawer:
         prompts = []
         for _ in range(rng.choice([1, 1, 1, 1, 3, 6])):
             stem = rng.choice(self._stems)
-            prompts.append((stem[: rng.randint(1, len(stem))] + self._ids(rng.choice([0, 1, 3, 12])))[:most])
+            prompts.append(
+                (stem[: rng.randint(1, len(stem))] + self._ids(rng.choice([0, 0, 1, 3, 12])))[:most]
+            )
         params: dict[str, Any] = {
             "max_tokens": rng.choice([0, 1, 2, 5, 12, 30, 30]),
             "temperature": rng.choice([0, 0, 0.3, 1.0]),
@@ -294,9 +295,20 @@ class _Drawer:
     def _lora(self) -> Lora:
         return Lora(at=self._at(), name=self._rng.choice("xy"), own=self._rng.choice([None, 1, 2, 3, 4, 9]))
 
-    def _swap(self) -> Swap:
-        rng = self._rng
-        return Swap(at=self._at(), weights=rng.choice([1, 2, 3, 99]), finishes=rng.random() < 0.6)
+    def _swap(self, settings: Settings, has_lora: bool) -> list[Event]:
+        """A swap, and often requests that come while it waits, and leave before it is done."""
+        rng, at = self._rng, self._at()
+        events: list[Event] = [Swap(at=at, weights=rng.choice([1, 2, 3, 99]), finishes=rng.random() < 0.7)]
+        for _ in range(rng.choice([0, 2])):
+            ask = self._ask(settings, has_lora=has_lora)
+            late = round(at + rng.choice([0.001, 0.01, 0.3]), 4)
+            events.append(dataclasses.replace(ask, at=late))
+            if rng.random() < 0.5:
+                left = round(late + rng.choice([0.0005, 0.01]), 4)
+                events.append(
+                    rng.choice([Leave(at=left, name=ask.name), Control(at=left, do="abort", name=ask.name)])
+                )
+        return events
 
     def _control(self) -> list[Event]:
         rng, at = self._rng, self._at()

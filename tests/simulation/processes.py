@@ -1,8 +1,8 @@
 """Engine processes in memory: `SimLauncher` stands in for `Launcher`, with a transport that can misbehave.
 
-Messages are encoded as between real processes. Each direction keeps its order, as a socket does; a message takes
-as long as the seed says, and the two directions, and those of other processes, do not wait for each other. What a
-process has sent before it dies may be lost, from some message on.
+Messages are encoded as between real processes. Each direction keeps its order, as a socket does; a message
+takes as long as the seed says, and the two directions, and those of other processes, do not wait for each
+other. What a process has sent before it dies may be lost, from some message on.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The server's front on the simulated engine: requests over an in-memory ASGI client, which may leave or stall."""
+"""The server's front on the simulated engine: HTTP requests from clients that may leave or stall."""
 
 from __future__ import annotations
 
@@ -89,9 +89,9 @@ class Served:
             return {"type": "http.disconnect"}
 
         async def send(message: Any) -> None:
+            await asyncio.sleep(visit.slow_s if leaves else 0)  # as uvicorn does, before it takes the message
             if not has_left.is_set():
                 sent.append(message)
-                await asyncio.sleep(visit.slow_s if leaves else 0)
 
         scope = {
             "type": "http",

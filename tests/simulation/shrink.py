@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -9,37 +11,52 @@ from simulation.plan import Ask, Plan, Settings
 from simulation.world import simulate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
+DRAWN_WITH = {"seed", "temperature"}  # without a seed, tokens depend on the number of the request
 NUM_SEEDS = 2  # orders of threads that are tried for each smaller plan
 
 
-def shrink(plan: Plan, is_over: Callable[[], bool] = lambda: False) -> Plan:
-    """Return the smallest plan found that fails; stop when `is_over` returns True."""
+def shrink(plan: Plan, until_s: float) -> Plan:
+    """Return the smallest plan that fails and is found before `until_s` of the monotonic clock."""
+    reason = reason_of(plan)
     size = max(len(plan.events) // 2, 1)
-    while not is_over():
-        if smaller := _first_failing(_without(plan, size), is_over):
+    while time.monotonic() < until_s:
+        if smaller := _first_failing(_without(plan, size), reason, until_s):
             plan = smaller
         elif size > 1:
             size //= 2
         else:
             break
-    while simpler := _first_failing(_simpler(plan), is_over):
+    while simpler := _first_failing(_simpler(plan), reason, until_s):
         plan = simpler
     return plan
 
 
-def _first_failing(plans: Iterator[Plan], is_over: Callable[[], bool]) -> Plan | None:
-    return next(filter(None, (None if is_over() else _failing(plan) for plan in plans)), None)
+def _first_failing(plans: Iterator[Plan], reason: str, until_s: float) -> Plan | None:
+    for plan in plans:
+        if time.monotonic() > until_s:
+            return None
+        if failing := _failing(plan, reason):
+            return failing
+    return None
 
 
-def _failing(plan: Plan) -> Plan | None:
-    """Return the plan with a seed with which it fails; None if it passes."""
+def reason_of(plan: Plan) -> str:
+    """Return why a plan fails, without names and numbers; an empty string if it passes."""
+    try:
+        simulate(plan)
+    except Exception as error:  # noqa: BLE001 - any failure counts
+        shown = f"{type(error).__name__}: {error}".partition("\n")[0]
+        return re.sub(r"\w*\d[\w.]*", "#", shown)[:80]
+    return ""
+
+
+def _failing(plan: Plan, reason: str) -> Plan | None:
+    """Return the plan with a seed with which it fails for this reason; None if there is none."""
     for seed in [plan.seed, *range(NUM_SEEDS - 1)]:
         tried = replace(plan, seed=seed)
-        try:
-            simulate(tried)
-        except Exception:  # noqa: BLE001 - any failure counts
+        if reason_of(tried) == reason:
             return tried
     return None
 
@@ -59,7 +76,11 @@ def _simpler(plan: Plan) -> Iterator[Plan]:
     for index, event in enumerate(plan.events):
         if not isinstance(event, Ask):
             continue
-        changed = [replace(event, params=_less(event.params, name)) for name in event.params]
+        changed = [
+            replace(event, params=_less(event.params, name))
+            for name in event.params
+            if name not in DRAWN_WITH
+        ]
         if len(event.prompts) > 1:
             changed += [replace(event, prompts=_less_of(event.prompts, i)) for i in range(len(event.prompts))]
         changed += [replace(event, caller="")] if event.caller else []

@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 
+from logprobe import runtime
 from logprobe.engine.plan.scheduler import Scheduler
 from simulation import plan as plan_module
 from simulation import world as world_module
@@ -52,8 +53,7 @@ def test_a_failing_plan_is_reduced_to_a_test_that_fails_for_the_same_reason() ->
 
     with mock.patch.object(Scheduler, "_preempt", lose):
         plan = next(plan for plan in map(draw_plan, range(100)) if _fails(plan))
-        until_s = time.monotonic() + 10
-        small = shrink(plan, lambda: time.monotonic() > until_s)
+        small = shrink(plan, time.monotonic() + 10)
         assert len(small.events) < len(plan.events)
         names = vars(plan_module) | {"simulate": simulate}
         exec(small.code(), names)  # noqa: S102 - the code that would be pasted
@@ -73,9 +73,7 @@ def _fails(plan: Plan) -> bool:
 
 def test_a_simulation_that_fails_restores_the_clock() -> None:
     before = time.monotonic()
-    with mock.patch.object(world_module.World, "_play", side_effect=AssertionError("on purpose")):
-        with pytest.raises(AssertionError, match="on purpose"):
-            simulate(draw_plan(1))
-    from logprobe import runtime
-
+    broken = mock.patch.object(world_module.World, "_play", side_effect=AssertionError("on purpose"))
+    with broken, pytest.raises(AssertionError, match="on purpose"):
+        simulate(draw_plan(1))
     assert runtime.monotonic() >= before

@@ -169,8 +169,14 @@ class WatchedEngine(Engine):
         scheduler = super()._new_scheduler()
         self._seen: dict[Sample, tuple[Any, int]] = {}  # what it has reached, and for how many steps
         self._started: set[Sample] = set()
-        schedule, evict, preempt = scheduler.schedule, scheduler.tree.evict, scheduler._preempt
+        self._arrivals: dict[Sample, int] = {}
+        add, schedule = scheduler.add, scheduler.schedule
+        evict, preempt = scheduler.tree.evict, scheduler._preempt
         restart = scheduler._restart_outgrown
+
+        def noted_add(sample: Sample) -> None:
+            self._arrivals[sample] = len(self._arrivals)
+            add(sample)
 
         def checked_schedule() -> StepPlan:
             waiting = [sample for sample in scheduler.waiting if not sample.is_paused]
@@ -192,6 +198,7 @@ class WatchedEngine(Engine):
             restart()
             self.world.sometimes["rotary restart"] += len(scheduler.running) < before
 
+        scheduler.add = noted_add  # type: ignore[method-assign]
         scheduler.schedule, scheduler.tree.evict = checked_schedule, counted_evict  # type: ignore[method-assign]
         scheduler._preempt, scheduler._restart_outgrown = counted_preempt, counted_restart  # type: ignore[method-assign]
         return scheduler
@@ -207,6 +214,7 @@ class WatchedEngine(Engine):
         if left and len(active) < scheduler.max_running:
             require(scheduler.num_available < need, "a sample waits while there are places and slots")
         new = [sample for sample in waiting if sample not in self._started]
+        new.sort(key=self._arrivals.__getitem__)
         began = [sample for sample in new if sample in running]
         for index, sample in enumerate(new):
             is_behind = sample in left and any(
@@ -325,7 +333,9 @@ class World:
                 stack.enter_context(mock.patch.object(start_module, "build_native_engine", self._build))
                 stack.enter_context(mock.patch.object(child_module, "_check_model"))
                 self._launcher = SimLauncher(self)
-                stack.enter_context(mock.patch.object(process_module, "Launcher", lambda _: self._launcher))
+                stack.enter_context(
+                    mock.patch.object(process_module, "Launcher", return_value=self._launcher)
+                )
                 times = {"SILENT_S": 5.0, "STUCK_S": 20.0, "LATE_S": 1.0, "FIRST_DELAY_S": 0.1}
                 stack.enter_context(mock.patch.multiple(replica_module, **times))
                 stack.enter_context(self.clock.in_charge())
@@ -568,7 +578,7 @@ class World:
                 output = await front.result(name)
             else:
                 async with aclosing(front.stream(name, buffer_rows=ask.buffer_rows)) as outputs:
-                    async for output in outputs:
+                    async for output in outputs:  # noqa: B007 - read below
                         num_read += 1
                         if num_read == ask.leave_after or ask.delay_s > 1e5:
                             break
