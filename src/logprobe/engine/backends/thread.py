@@ -201,11 +201,12 @@ class EngineThread:
         self._end(reason)
 
     def _end_taking(self) -> None:
-        """Complete the future of weights that are now in use."""
+        """Complete the future of weights that are now in use, after the last rows of the old ones."""
         if self._taking:
             with self._wake:
                 taking = self._taking.pop(self.engine.weights_number, None)
             if taking is not None:
+                self._loop.settle()
                 taking.set_result(None)
 
     def _take_commands(self) -> bool:
