@@ -69,7 +69,7 @@ class Served:
         if visit.body.get("stream"):
             is_ended = b"[DONE]" in data or b'"error"' in data
             world.require(is_ended, f"{visit.path}: a stream without an end: {data[-200:]!r}")
-            world.require(data.count(b"[DONE]") <= 1, f"{visit.path}: a stream ends twice")
+            world.require(data.count(b"[DONE]") <= 1, f"{visit.path}: a stream ends twice: {data!r}")
         else:
             self._num_delivered += len(visit.body["prompt"])
             self._whole.append((visit, json.loads(data)))

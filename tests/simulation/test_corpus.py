@@ -7,7 +7,7 @@ from simulation.world import simulate
 
 
 def test_rows_of_old_weights_come_before_the_swap_is_acknowledged() -> None:
-    """With overlapped steps, `load_weights` returned while the last rows of the old weights were published."""
+    """With overlapped steps, `load_weights` returned while the last old rows were still being published."""
     twice = (103, 97, 104, 98, 103, 101, 100, 98, 100, 97, 102, 97, 100)
     visit = Visit(
         at=0.1673,

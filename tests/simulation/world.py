@@ -630,7 +630,8 @@ class World:
             return
         assert isinstance(event, Delta)
         self.require(event.index not in record.ended, f"{name}: an event after its end")
-        self.require(event.weights_number >= record.least_weights, f"{name}: a row of old weights")
+        is_old = event.token_ids and event.weights_number < record.least_weights
+        self.require(not is_old, f"{name}: a token of old weights")
         if event.finish is not None:
             record.ended.add(event.index)
 
