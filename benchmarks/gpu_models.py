@@ -165,8 +165,8 @@ class Ours:
         self, module: Any, num_texts: int, text_len: int, arithmetic: str = "bf16x3", seed: int | None = None
     ) -> None:
         """`seed` scatters the slots over the pool; None: one text after the other."""
-        from logprobe.engine.forward.cuda.build import decoder_of
-        from logprobe.engine.forward.cuda.plan import SpanPlan
+        from logprobe.engine.forward.torch.cuda.build import decoder_of
+        from logprobe.engine.forward.torch.cuda.plan import SpanPlan
 
         # Random weights in bfloat16 arithmetic are far from the reference; `accuracy` tells how far ours are.
         self.decoder = decoder_of(module, arithmetic=arithmetic, tolerance=0.5)

@@ -14,13 +14,13 @@ pytest.importorskip("triton", reason="Triton has no build for this platform")
 
 from families.tiny import model_of
 from logprobe.config import EngineConfig
-from logprobe.engine.forward.cuda.build import decoder_of, parameters
-from logprobe.engine.forward.cuda.decoder import CudaDecoder, by_pieces
-from logprobe.engine.forward.cuda.plan import SpanPlan
+from logprobe.engine.forward.cpu.native_decoder import module_frequencies
 from logprobe.engine.forward.families import FAMILIES
 from logprobe.engine.forward.native import NativeForward
-from logprobe.engine.forward.native_decoder import module_frequencies
-from logprobe.engine.forward.transformers_proof import TransformersProof, described
+from logprobe.engine.forward.torch.cuda.build import decoder_of, parameters
+from logprobe.engine.forward.torch.cuda.decoder import CudaDecoder, by_pieces
+from logprobe.engine.forward.torch.cuda.plan import SpanPlan
+from logprobe.engine.forward.torch.transformers_proof import TransformersProof, described
 from logprobe.errors import ParameterError, UnsupportedModelError
 from logprobe.kernels.layers.forms import PanelWeights, empty_panels, fill_blocks
 from logprobe.kernels.layers.layout import INT4, INT8

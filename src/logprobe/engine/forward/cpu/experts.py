@@ -14,7 +14,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from logprobe.engine.forward.linear import GatedPanels, Linear
+    from logprobe.engine.forward.cpu.linear import GatedPanels, Linear
     from logprobe.kernels.arrays import Array
 
 

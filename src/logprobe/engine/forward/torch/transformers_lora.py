@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from logprobe.engine.forward.transformers_linear import PanelEmbedding, PanelLinear
+from logprobe.engine.forward.torch.transformers_linear import PanelEmbedding, PanelLinear
 from logprobe.kernels.placement import as_tensor
 from logprobe.models.lora import bound
 

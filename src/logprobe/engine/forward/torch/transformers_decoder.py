@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from logprobe.engine.forward.attention import plan_attention
+from logprobe.engine.forward.cpu.attention import plan_attention
 from logprobe.engine.forward.kv_cache import KVPool
-from logprobe.engine.forward.transformers_attention import NAME, TensorPlan, all_tensor_paths
-from logprobe.engine.forward.transformers_lora import LoraRoom, TensorLoraRows
+from logprobe.engine.forward.torch.transformers_attention import NAME, TensorPlan, all_tensor_paths
+from logprobe.engine.forward.torch.transformers_lora import LoraRoom, TensorLoraRows
 from logprobe.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from logprobe.engine.forward.transformers_attention import CurrentStep
+    from logprobe.engine.forward.torch.transformers_attention import CurrentStep
     from logprobe.engine.protocol import StepBatch
     from logprobe.kernels.arrays import Array
     from logprobe.models.lora import LoraWeights

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import numpy as np
 import torch
 
-from logprobe.engine.forward.cuda.graphs import StepGraphs
-from logprobe.engine.forward.cuda.plan import SpanPlan, step_arrays
 from logprobe.engine.forward.families import FAMILIES
 from logprobe.engine.forward.kv_cache import KVPool
-from logprobe.engine.forward.transformers_lora import TensorLoraRows
+from logprobe.engine.forward.torch.cuda.graphs import StepGraphs
+from logprobe.engine.forward.torch.cuda.plan import SpanPlan, step_arrays
+from logprobe.engine.forward.torch.transformers_lora import TensorLoraRows
 from logprobe.errors import UnsupportedModelError
 from logprobe.kernels.attention.api import ScoreRule
 from logprobe.kernels.triton.attention import attend
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from logprobe.engine.forward.config import DecoderSpec
-    from logprobe.engine.forward.cuda.plan import StepArrays
+    from logprobe.engine.forward.torch.cuda.plan import StepArrays
     from logprobe.engine.protocol import StepBatch
     from logprobe.kernels.arrays import Array
     from logprobe.models.lora import Dense, LoraWeights, LowRank

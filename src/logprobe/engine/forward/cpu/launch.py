@@ -17,9 +17,9 @@ from logprobe.kernels.attention.api import RowPlan, ScoreRule, rows_stage
 from logprobe.kernels.stages import Series, Stage
 
 if TYPE_CHECKING:
-    from logprobe.engine.forward.attention import AttentionPlan
+    from logprobe.engine.forward.cpu.attention import AttentionPlan
+    from logprobe.engine.forward.cpu.lora import LoraRows
     from logprobe.engine.forward.kv_cache import KVPool
-    from logprobe.engine.forward.lora import LoraRows
     from logprobe.kernels.arrays import Array
 
 MAX_ROWS = 64  # maximum rows of a recorded step

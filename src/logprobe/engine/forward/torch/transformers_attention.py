@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
-from logprobe.engine.forward.attention import by_rows, chunked
+from logprobe.engine.forward.cpu.attention import by_rows, chunked
 from logprobe.errors import UnsupportedModelError
 from logprobe.kernels.arrays import as_array
 from logprobe.kernels.attention.api import ScoreRule, attend_rows
@@ -22,7 +22,7 @@ from logprobe.kernels.attention.chunk import attend_chunk
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from logprobe.engine.forward.attention import AttentionPlan
+    from logprobe.engine.forward.cpu.attention import AttentionPlan
     from logprobe.engine.forward.kv_cache import KVPool
     from logprobe.kernels.arrays import Array
     from logprobe.kernels.attention.api import RowPlan

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from logprobe.engine.forward.attention import all_attention_paths, attend, plan_attention
-from logprobe.engine.forward.experts import Experts
+from logprobe.engine.forward.cpu.attention import all_attention_paths, attend, plan_attention
+from logprobe.engine.forward.cpu.experts import Experts
+from logprobe.engine.forward.cpu.launch import MAX_ROWS, HostOperation, Launches, Step
+from logprobe.engine.forward.cpu.linear import HALVES, GatedPanels, Linear, embedded, split_columns, state_of
+from logprobe.engine.forward.cpu.lora import LoraRows
 from logprobe.engine.forward.families import FAMILIES
 from logprobe.engine.forward.kv_cache import KVPool
-from logprobe.engine.forward.launch import MAX_ROWS, HostOperation, Launches, Step
-from logprobe.engine.forward.linear import HALVES, GatedPanels, Linear, embedded, split_columns, state_of
-from logprobe.engine.forward.lora import LoraRows
 from logprobe.errors import UnsupportedModelError
 from logprobe.kernels.attention.api import ScoreRule
 from logprobe.kernels.layers.gate import gate_stage
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from logprobe.engine.forward.attention import AttentionPlan
     from logprobe.engine.forward.config import DecoderSpec
+    from logprobe.engine.forward.cpu.attention import AttentionPlan
+    from logprobe.engine.forward.cpu.launch import Attend, Operation
     from logprobe.engine.forward.families import ExpertFacts
-    from logprobe.engine.forward.launch import Attend, Operation
     from logprobe.engine.protocol import StepBatch
     from logprobe.kernels.arrays import Array
     from logprobe.kernels.layers.forms import PanelWeights
