@@ -202,7 +202,7 @@ class CudaDecoder:
     def record_on(self, pool: KVPool, max_len: int) -> None:
         """Run decode steps on `pool` as CUDA graphs from now on, unless the model has experts."""
         if self.device.type == "cuda" and all(layer.experts is None for layer in self.layers):
-            self.graphs = StepGraphs(self, pool, max_len)
+            self.graphs = StepGraphs(self.forward, pool, max_len, self.device)
 
     def plan(self, pool: KVPool, batch: StepBatch) -> SpanPlan:
         """Return the plan of a scheduled step."""
