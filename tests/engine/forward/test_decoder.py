@@ -165,6 +165,17 @@ def test_a_model_that_our_decoder_gives_other_numbers_for_runs_by_transformers_m
     torch.testing.assert_close(logprobs(forward, prompts, split=13), want, rtol=0, atol=TOLERANCE)
 
 
+def test_an_error_of_the_native_decoder_is_not_taken_for_other_logits(
+    folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("a fault of the kernel")
+
+    monkeypatch.setattr(decoder_module, "norm_stage", fail)
+    with pytest.raises(UnsupportedModelError, match="a fault of the kernel"):
+        loaded(folder("Llama"))
+
+
 def with_a_tensor(model: Any) -> None:
     attention = model.model.layers[1].self_attn
     attention.register_parameter("extra", torch.nn.Parameter(torch.ones(4), requires_grad=False))

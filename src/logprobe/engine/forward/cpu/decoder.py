@@ -23,11 +23,8 @@ from logprobe.engine.forward.families import FAMILIES
 from logprobe.engine.forward.kv_cache import KVPool
 from logprobe.errors import UnsupportedModelError
 from logprobe.kernels.attention.api import ScoreRule
-from logprobe.kernels.layers.gate import gate_stage
-from logprobe.kernels.layers.norm import norm_stage
 from logprobe.kernels.layers.panels import panel_stage
-from logprobe.kernels.layers.rotary import Projections, rotary_stage
-from logprobe.kernels.layers.softcap import softcap_stage
+from logprobe.kernels.layers.rows import Projections, gate_stage, norm_stage, rotary_stage, softcap_stage
 from logprobe.models.lora import ModelModules
 
 if TYPE_CHECKING:

@@ -1,14 +1,14 @@
 """LoRA weights in the forward pass: the rows of one step may use different LoRA weights.
 
 `LoraRows.select` assigns LoRA weights to rows before each step. Rows without LoRA weights get the same result
-as in a step without any. The native decoder uses `LoraRows`; decoders that compute with torch tensors use
-`transformers_lora`.
+as in a step without any. The native decoder computes with NumPy arrays; `transformers_lora` has a subclass
+for decoders that compute with torch tensors.
 """
 
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from logprobe.kernels.arrays import Array
     from logprobe.models.lora import Dense, LoraWeights, LowRank, OwnLayer
 
-Groups: TypeAlias = "list[tuple[LoraWeights, Array]]"
+Groups: TypeAlias = "list[tuple[LoraWeights, Any]]"
 """LoRA weights, each with the indices of the packed tokens that use them, (num_rows,) int64."""
 MAX_OF_A_THREAD = 1 << 18  # up to this many multiply-adds, one thread is faster than several
 
@@ -45,10 +45,16 @@ def by_panels(part: Dense | LowRank, x: Array) -> Array:
 
 
 class LoraRows:
-    """The LoRA weights that each row of the current step uses."""
+    """The LoRA weights that each row of the current step uses.
 
-    def __init__(self) -> None:
+    `multiply` and the methods with a leading underscore depend on the type of the decoder's arrays. All other
+    code is the same for NumPy arrays and torch tensors.
+    """
+
+    def __init__(self, multiply: Callable[[Dense | LowRank, Any], Any] = by_panels) -> None:
+        """Create an instance without LoRA weights; `multiply` multiplies rows with matrices."""
         self.groups: Groups = []
+        self._multiply = multiply
         self._bound: WeakKeyDictionary[LoraWeights, dict[str, LowRank]] = WeakKeyDictionary()
 
     def bind(self, lora: LoraWeights, own_layer: Callable[[str], OwnLayer]) -> dict[str, LowRank]:
@@ -62,7 +68,8 @@ class LoraRows:
             The LoRA's matrices by module name.
         """
         if lora not in self._bound:
-            self._bound[lora] = bound(lora, own_layer)
+            parts = bound(lora, own_layer)
+            self._bound[lora] = {name: part.mapped(self._values) for name, part in parts.items()}
         return self._bound[lora]
 
     def select(self, batch: StepBatch) -> None:
@@ -74,13 +81,15 @@ class LoraRows:
                 span = batch.span(index)
                 loras[lora.number] = lora
                 rows.setdefault(lora.number, []).append(np.arange(span.start, span.stop))
-        self.groups = [(loras[number], np.concatenate(parts)) for number, parts in rows.items()]
+        self.groups = [
+            (loras[number], self._indices(np.concatenate(parts))) for number, parts in rows.items()
+        ]
 
     @contextmanager
     def only(self, lora: LoraWeights | None, num_rows: int) -> Iterator[None]:
         """Use `lora` for rows [0, num_rows) within the `with` block; None: no row uses LoRA weights."""
         groups = self.groups
-        self.groups = [] if lora is None else [(lora, np.arange(num_rows))]
+        self.groups = [] if lora is None else [(lora, self._indices(np.arange(num_rows)))]
         try:
             yield
         finally:
@@ -93,12 +102,12 @@ class LoraRows:
     def add_(
         self,
         name: str,
-        out: Array,
-        x: Array,
+        out: Any,
+        x: Any,
         *,
         columns: slice = slice(None),
         factor: float = 1.0,
-        linear: Callable[[Array], Array] | None = None,
+        linear: Callable[[Any], Any] | None = None,
     ) -> None:
         """Add `factor` times the LoRA product of each row of `x` to `out`, in place.
 
@@ -114,26 +123,21 @@ class LoraRows:
             part = self._part(lora, name)
             if part is None:  # the adapter does not change this layer
                 continue
-            is_whole = len(rows) == len(x)
-            inputs = x if is_whole else x[rows]
-            product = by_panels(part, inputs)[:, columns]
+            inputs = x if len(rows) == len(x) else x[rows]
+            product = self._multiply(part, inputs)[:, columns]
             if part.weight is not None:  # the output head, whose weight this LoRA replaces
-                own = by_panels(part.weight, inputs)
+                own = self._multiply(part.weight, inputs)
                 out[rows] = own
             elif part.gain is not None:
                 own = out[rows] if linear is None else linear(inputs)
+            # Separate multiply and add: a fused one may round differently in the tail of a vector loop.
             if part.gain is not None:
                 product = product + own * part.gain[columns]
             if part.shift is not None:
                 product = product + part.shift[columns]
-            if factor != 1.0:
-                product = product * np.float32(factor)
-            if is_whole:
-                out += product
-            else:
-                out[rows] += product
+            self._add(out, rows, product, factor)
 
-    def embed_(self, name: str, out: Array, token_ids: Array, *, scale: float = 1.0) -> None:
+    def embed_(self, name: str, out: Any, token_ids: Any, *, scale: float = 1.0) -> None:
         """Apply the LoRA weights of each row to the row's embedding, in place.
 
         Args:
@@ -147,11 +151,28 @@ class LoraRows:
             if part is None:
                 continue
             ids = token_ids[rows]
-            own = out[rows] if part.weight is None else part.weight.values[ids] * np.float32(scale)
+            own = out[rows] if part.weight is None else part.weight.values[ids] * scale
             if part.up.shape[0]:
-                added = by_panels(part.last, part.down[ids]) * np.float32(scale)
+                added = self._multiply(part.last, part.down[ids]) * scale
                 own = (own if part.gain is None else own + own * part.gain) + added
             out[rows] = own
 
     def _part(self, lora: LoraWeights, name: str) -> LowRank | None:
         return self._bound[lora].get(name)
+
+    def _values(self, values: Array) -> Any:
+        """Return LoRA values as the decoder's kind of array."""
+        return values
+
+    def _indices(self, rows: Array) -> Any:
+        """Return indices of rows as the decoder's kind of array."""
+        return rows
+
+    def _add(self, out: Any, rows: Any, product: Any, factor: float) -> None:
+        """Add `factor` times `product` to the rows of `out` with these indices, in place."""
+        if factor != 1.0:
+            product = product * factor
+        if len(rows) == len(out):
+            out += product
+        else:
+            out[rows] += product

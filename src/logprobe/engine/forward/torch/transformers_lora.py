@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import threading
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias, final
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import nn
 
+from logprobe.engine.forward.cpu.lora import LoraRows
 from logprobe.engine.forward.torch.transformers_linear import PanelEmbedding, PanelLinear
 from logprobe.kernels.placement import as_tensor
-from logprobe.models.lora import bound
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable
 
-    from logprobe.engine.protocol import StepBatch
     from logprobe.kernels.arrays import Array
-    from logprobe.models.lora import Dense, LoraWeights, LowRank, OwnLayer
-
-Groups: TypeAlias = "list[tuple[LoraWeights, torch.Tensor]]"
-"""LoRA weights, each with the indices of the packed tokens that use them, (num_rows,) int64."""
+    from logprobe.models.lora import Dense, LoraWeights, LowRank
 
 
 def by_torch(part: Dense | LowRank, x: torch.Tensor) -> torch.Tensor:
@@ -36,7 +30,7 @@ def by_torch(part: Dense | LowRank, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-class TensorLoraRows:
+class TensorLoraRows(LoraRows):
     """The LoRA weights that each row of the current step uses, for decoders that compute with tensors."""
 
     def __init__(
@@ -52,119 +46,21 @@ class TensorLoraRows:
             dtype: dtype of the decoder's layers.
             multiply: multiplies rows with the matrices of LoRA weights.
         """
-        self.groups: Groups = []
+        super().__init__(multiply)
         self._device, self._dtype = device, dtype
-        self._multiply = multiply
-        self._bound: WeakKeyDictionary[LoraWeights, dict[str, LowRank]] = WeakKeyDictionary()
 
-    def bind(self, lora: LoraWeights, own_layer: Callable[[str], OwnLayer]) -> dict[str, LowRank]:
-        """Combine `lora` with the base layers that it changes, at its first use, and cache the result.
-
-        Args:
-            lora: the LoRA weights.
-            own_layer: returns the base layer of a module name.
-
-        Returns:
-            The LoRA's matrices by module name.
-        """
-        if lora not in self._bound:
-            parts = bound(lora, own_layer)
-            self._bound[lora] = {name: part.mapped(self._tensor) for name, part in parts.items()}
-        return self._bound[lora]
-
-    def _tensor(self, values: Array) -> torch.Tensor:
+    def _values(self, values: Array) -> torch.Tensor:
         tensor: torch.Tensor = as_tensor(values).to(self._device, self._dtype)
         return tensor
 
-    def select(self, batch: StepBatch) -> None:
-        """Set which rows use which LoRA weights in the next step."""
-        rows: dict[int, list[torch.Tensor]] = {}
-        loras: dict[int, LoraWeights] = {}
-        for index, lora in enumerate(batch.loras):
-            if lora is not None:
-                span = batch.span(index)
-                loras[lora.number] = lora
-                rows.setdefault(lora.number, []).append(torch.arange(span.start, span.stop))
-        self.groups = [(loras[number], torch.cat(parts).to(self._device)) for number, parts in rows.items()]
+    def _indices(self, rows: Array) -> torch.Tensor:
+        return torch.from_numpy(rows).to(self._device)
 
-    @contextmanager
-    def only(self, lora: LoraWeights | None, num_rows: int) -> Iterator[None]:
-        """Use `lora` for rows [0, num_rows) within the `with` block; None: no row uses LoRA weights."""
-        groups = self.groups
-        self.groups = [] if lora is None else [(lora, torch.arange(num_rows, device=self._device))]
-        try:
-            yield
-        finally:
-            self.groups = groups
-
-    def change(self, names: Sequence[str]) -> bool:
-        """Return True if the LoRA weights of any row change one of the layers with these module names."""
-        return any(name in lora.parts for lora, _ in self.groups for name in names)
-
-    def add_(
-        self,
-        name: str,
-        out: torch.Tensor,
-        x: torch.Tensor,
-        *,
-        columns: slice = slice(None),
-        factor: float = 1.0,
-        linear: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    ) -> None:
-        """Add `factor` times the LoRA product of each row of `x` to `out`, in place.
-
-        Args:
-            name: module name of the linear layer.
-            out: (num_tokens, outputs).
-            x: (num_tokens, inputs).
-            columns: the slice of the layer's outputs that `out` holds.
-            factor: multiplies the LoRA product.
-            linear: computes the base layer's product; needed if `out` holds more than that product.
-        """
-        for lora, rows in self.groups:
-            part = self._part(lora, name)
-            if part is None:  # the adapter does not change this layer
-                continue
-            is_whole = len(rows) == len(x)
-            inputs = x if is_whole else x.index_select(0, rows)
-            product = self._multiply(part, inputs)[:, columns]
-            if part.weight is not None:  # the output head, whose weight this LoRA replaces
-                own = self._multiply(part.weight, inputs)
-                out[rows] = own
-            elif part.gain is not None:
-                own = out[rows] if linear is None else linear(inputs)
-            # Separate multiply and add: a fused one may round differently in the tail of a vector loop.
-            if part.gain is not None:
-                product = product + own * part.gain[columns]
-            if part.shift is not None:
-                product = product + part.shift[columns]
-            if is_whole and factor == 1.0:
-                out += product
-            else:  # row by row: with a factor, the tail of a vector loop may round differently
-                out.index_add_(0, rows, product, alpha=factor)
-
-    def embed_(self, name: str, out: torch.Tensor, token_ids: torch.Tensor, *, scale: float = 1.0) -> None:
-        """Apply the LoRA weights of each row to the row's embedding, in place.
-
-        Args:
-            name: module name of the embedding.
-            out: (num_tokens, hidden size), the embeddings, already multiplied by `scale`.
-            token_ids: (num_tokens,) integers.
-            scale: factor that the embeddings in `out` were multiplied by.
-        """
-        for lora, rows in self.groups:
-            part = self._part(lora, name)
-            if part is None:
-                continue
-            ids = token_ids.index_select(0, rows)
-            own = out[rows] if part.weight is None else part.weight.values[ids] * scale
-            if part.up.shape[0]:
-                added = self._multiply(part.last, part.down[ids]) * scale
-                own = (own if part.gain is None else own + own * part.gain) + added
-            out[rows] = own
-
-    def _part(self, lora: LoraWeights, name: str) -> LowRank | None:
-        return self._bound[lora].get(name)
+    def _add(self, out: torch.Tensor, rows: torch.Tensor, product: torch.Tensor, factor: float) -> None:
+        if len(rows) == len(out) and factor == 1.0:
+            out += product
+        else:  # row by row: with a factor, the tail of a vector loop may round differently
+            out.index_add_(0, rows, product, alpha=factor)
 
 
 class LoraLinear(nn.Module):

@@ -10,14 +10,15 @@ import torch
 
 from logprobe.engine.forward.cpu.native_decoder import module_frequencies
 from logprobe.engine.forward.families import FAMILIES
-from logprobe.engine.forward.torch.transformers_proof import TransformersProof, described
+from logprobe.engine.forward.torch.transformers_proof import described
 from logprobe.errors import UnsupportedModelError
 from logprobe.kernels.placement import as_tensor
-from logprobe.models.lazy import LazyModel
 from logprobe.models.sources import made_ahead
 
 if TYPE_CHECKING:
     from logprobe.engine.forward.torch.cuda.decoder import CudaDecoder, Weight
+    from logprobe.engine.forward.torch.transformers_proof import TransformersProof
+    from logprobe.models.lazy import LazyModel
     from logprobe.models.sources import Source
 
 BF16_TOLERANCE = 8e-2  # relative to the largest logit
@@ -28,8 +29,8 @@ def cuda_decoder(
     proof: TransformersProof,
     *,
     device: str,
-    arithmetic: str,
-    kv_dtype: torch.dtype,
+    arithmetic: str = "bf16x3",
+    kv_dtype: torch.dtype = torch.float32,
     tolerance: float | None = None,
 ) -> CudaDecoder | str:
     """Return the GPU decoder of a model, or the reason why the GPU decoder cannot run the model.
@@ -55,9 +56,7 @@ def cuda_decoder(
     tensors |= {name: as_tensor(vector).to(device) for name, vector in vectors.items()}
     try:
         decoder = CudaDecoder(spec, tensors, device=device, arithmetic=arithmetic, kv_dtype=kv_dtype)
-    except torch.OutOfMemoryError:
-        raise
-    except (KeyError, ValueError, AttributeError, TypeError, RuntimeError) as error:
+    except (KeyError, ValueError) as error:
         return f"its structure is not supported ({type(error).__name__}: {error})"
     if decoder.unplaced:
         return f"its tensor {decoder.unplaced[0]} is not supported"
@@ -65,46 +64,8 @@ def cuda_decoder(
         if tolerance is None and (arithmetic != "bf16x3" or kv_dtype != torch.float32):
             tolerance = BF16_TOLERANCE
         proof.prove(decoder, tolerance=tolerance)
-    except torch.OutOfMemoryError:
-        raise
-    except (UnsupportedModelError, RuntimeError, IndexError) as error:
+    except UnsupportedModelError as error:
         return f"the GPU decoder did not pass verification ({error})"
-    return decoder
-
-
-def decoder_of(
-    module: Any,
-    *,
-    arithmetic: str = "bf16x3",
-    kv_dtype: torch.dtype = torch.float32,
-    tolerance: float | None = None,
-) -> CudaDecoder:
-    """Return the GPU decoder of a loaded transformers model, on the model's device.
-
-    The verification changes the model's attention implementation; call `set_attn_implementation` before
-    running the model again.
-
-    Args:
-        module: the model, in any dtype.
-        arithmetic: arithmetic of matrix products; see `EngineConfig`.
-        kv_dtype: dtype of cached keys and values.
-        tolerance: maximum difference of logits, relative to the largest; None: the default for the dtypes.
-
-    Raises:
-        UnsupportedModelError: the GPU decoder does not support this model.
-    """
-    with torch.inference_mode():
-        model = LazyModel.of(module)
-        decoder = cuda_decoder(
-            model,
-            TransformersProof(model),
-            device=str(module.device),
-            arithmetic=arithmetic,
-            kv_dtype=kv_dtype,
-            tolerance=tolerance,
-        )
-    if isinstance(decoder, str):
-        raise UnsupportedModelError(decoder)
     return decoder
 
 

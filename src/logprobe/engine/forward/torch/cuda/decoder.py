@@ -165,6 +165,9 @@ class CudaDecoder:
         }
         self.unplaced = sorted(tensors)
         self.vocab_size, self.hidden_size = self.lm_head.weight.shape
+        sizes = {(*layer.projection.names.values(), *layer.output.weight.shape) for layer in self.layers}
+        if len(sizes) != 1:
+            raise ValueError("its layers have different sizes")
         first = self.layers[0]
         query_width = first.output.weight.shape[1]
         key_width = (len(first.projection.weight) - query_width) // 2
@@ -202,7 +205,7 @@ class CudaDecoder:
     def record_on(self, pool: KVPool, max_len: int) -> None:
         """Run decode steps on `pool` as CUDA graphs from now on, unless the model has experts."""
         if self.device.type == "cuda" and all(layer.experts is None for layer in self.layers):
-            self.graphs = StepGraphs(self, pool, max_len)
+            self.graphs = StepGraphs(self.forward, pool, max_len, self.device)
 
     def plan(self, pool: KVPool, batch: StepBatch) -> SpanPlan:
         """Return the plan of a scheduled step."""
@@ -531,6 +534,8 @@ def _as_tensor(weight: Weight) -> Tensor:
 
 def _joined(parts: Sequence[Weight]) -> Weight:
     """Return one contiguous matrix with the outputs of all parts, in the smallest format that is exact."""
+    if len({part.shape[1] for part in parts}) != 1:
+        raise ValueError("its projections have different numbers of inputs")
     blocks = [part for part in parts if isinstance(part, BlockWeight)]
     if len(blocks) == len(parts) and (whole := joined(blocks)) is not None:
         return whole

@@ -16,11 +16,12 @@ from logprobe.engine.forward.torch.cuda.plan import StepArrays
 from logprobe.kernels.triton.attention import Tiles
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
     from torch import Tensor
 
     from logprobe.engine.forward.kv_cache import KVPool
-    from logprobe.engine.forward.torch.cuda.decoder import CudaDecoder
     from logprobe.engine.forward.torch.cuda.plan import SpanPlan
 
 ROWS: Final = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -31,16 +32,26 @@ MAX_CONTEXT_SLOTS: Final = 1 << 22  # total context tokens of a step; 16 MB of i
 class StepGraphs:
     """Runs decode steps on one KV cache as CUDA graphs."""
 
-    def __init__(self, decoder: CudaDecoder, pool: KVPool, max_len: int) -> None:
-        self._decoder, self._pool = decoder, pool
+    def __init__(
+        self, forward: Callable[..., Tensor], pool: KVPool, max_len: int, device: torch.device
+    ) -> None:
+        """Allocate the input buffers.
+
+        Args:
+            forward: `CudaDecoder.forward`.
+            pool: the KV cache.
+            max_len: maximum length of a context in tokens.
+            device: device of the decoder.
+        """
+        self._forward, self._pool, self._device = forward, pool, device
         self._graphs: dict[tuple[int, int, bool], tuple[Any, Tensor]] = {}
         self._memory: Any = None  # shared by all graphs: each step's result is used before the next runs
         self._stream: Any = None  # of all captures; the default one belongs to the first GPU that captured
         self._num_slots = min(ROWS[-1] * max_len, MAX_CONTEXT_SLOTS)
         # Six arrays by row: token id, position, slot, start and length of the context, number of tokens.
-        self._columns = torch.zeros(6 * ROWS[-1], dtype=torch.int32, device=decoder.device)
-        self._contexts = torch.zeros(self._num_slots, dtype=torch.int32, device=decoder.device)
-        self._numbers = torch.arange(ROWS[-1], dtype=torch.int32, device=decoder.device)
+        self._columns = torch.zeros(6 * ROWS[-1], dtype=torch.int32, device=device)
+        self._contexts = torch.zeros(self._num_slots, dtype=torch.int32, device=device)
+        self._numbers = torch.arange(ROWS[-1], dtype=torch.int32, device=device)
 
     def can_run(self, plan: SpanPlan) -> bool:
         """Return True if a plan is a decode step on this cache with at most ROWS[-1] texts that fit."""
@@ -90,14 +101,14 @@ class StepGraphs:
         )
         step = StepArrays(ids, positions, slots, (tiles,))
         cuda: Any = torch.cuda  # its type annotations are incomplete
-        stream = self._stream = self._stream or cuda.Stream(self._decoder.device)
+        stream = self._stream = self._stream or cuda.Stream(self._device)
         stream.wait_stream(cuda.current_stream())
         with cuda.stream(stream):  # compiles the kernels; a second run of a step changes nothing
-            self._decoder.forward(step, self._pool, is_long=is_long)
+            self._forward(step, self._pool, is_long=is_long)
         cuda.current_stream().wait_stream(stream)
         graph = cuda.CUDAGraph()
         # "thread_local", because other threads copy results to the host during the capture.
         with cuda.graph(graph, pool=self._memory, stream=stream, capture_error_mode="thread_local"):
-            hidden = self._decoder.forward(step, self._pool, is_long=is_long)
+            hidden = self._forward(step, self._pool, is_long=is_long)
         self._memory = graph.pool()
         return graph, hidden

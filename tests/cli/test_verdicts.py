@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from audit_samples import FAULT, PASSING
-from logprobe.analysis.auditing import words
 from logprobe.analysis.auditing.report import Steadiness
+from logprobe.cli import verdicts
 
 
 @pytest.mark.parametrize(
@@ -17,24 +17,24 @@ from logprobe.analysis.auditing.report import Steadiness
     [(0.0, "0"), (2.31, "2.3100"), (3.14e-6, "3.1e-06"), (-0.5, "-0.5000"), (math.inf, "inf")],
 )
 def test_nats_have_as_many_digits_as_people_compare(value: float, expected: str) -> None:
-    assert words.nats(value) == expected
+    assert verdicts.nats(value) == expected
 
 
 def test_joined_distributions_have_joined_words() -> None:
-    assert words.distribution_words("temperature+renormalised") == (
+    assert verdicts.distribution_words("temperature+renormalised") == (
         "after temperature, what truncation kept, renormalized"
     )
 
 
 def test_evidence_says_where_and_both_numbers() -> None:
-    line = words.evidence_words(FAULT.evidence[0])
+    line = verdicts.evidence_words(FAULT.evidence[0])
     assert line.startswith(
         "completion, temperature 0, completion row 0, ' Paris': theirs -0.1234, ours -0.4321; "
     )
 
 
 def test_a_circumstance_says_how_far_and_from_where() -> None:
-    lines = [words.steady_words(row) for row in PASSING.steadiness]
+    lines = [verdicts.steady_words(row) for row in PASSING.steadiness]
     assert lines == [
         "equal bits",
         "up to 2.0e-06 from row 3 on",
@@ -42,8 +42,8 @@ def test_a_circumstance_says_how_far_and_from_where() -> None:
         "up to 2.0e-06 from row 64 on",
     ]
     within = Steadiness(circumstance="prompt of 64 tokens", is_equal=True, worst=5e-5)
-    assert words.steady_words(within) == "up to 5.0e-05"
-    assert words.steadiness_words(PASSING) == (
+    assert verdicts.steady_words(within) == "up to 5.0e-05"
+    assert verdicts.steadiness_words(PASSING) == (
         "steady in 2 of 4 circumstances; beside 8 others: up to 2.0e-06 from row 3 on"
     )
 
@@ -51,5 +51,4 @@ def test_a_circumstance_says_how_far_and_from_where() -> None:
 def test_errors_of_all_asks_are_one_line() -> None:
     (first, second) = PASSING.errors
     both = replace(PASSING, errors=(first, replace(second, mean=7e-6, count=24)))
-    assert words.errors_words(both) == "32 numbers: worst 3.0e-06 (echo), mean 5.5e-06"
-    assert words.errors_words(replace(PASSING, errors=())) is None
+    assert verdicts.errors_words(both) == "32 numbers: worst 3.0e-06 (echo), mean 5.5e-06"
