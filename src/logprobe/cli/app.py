@@ -26,6 +26,7 @@ from logprobe.cli.generate import generate
 from logprobe.cli.info import app as processors
 from logprobe.cli.info import info
 from logprobe.cli.labels import classify, judge, rerank
+from logprobe.cli.lens import lens
 from logprobe.cli.models import app as models
 from logprobe.cli.options import with_groups
 from logprobe.cli.pairs import pairs
@@ -46,7 +47,7 @@ app = typer.Typer(
 )
 for _command in (
     *(score, words, pairs, dataset, classify, judge, rerank, generate, uncertainty),
-    *(compare, distil, audit, info, chat),
+    *(lens, compare, distil, audit, info, chat),
 ):
     app.command(cls=Command)(with_groups(_command))
 app.command(cls=ServeCommand)(with_groups(serve))

@@ -53,6 +53,8 @@ class CompletionOutput:
     explanations: list[list[ProcessorEffect]] | None = None  # per token: effects of the processors
     row: NDArray[np.float32] | None = None  # (vocabulary,) nats, read-only; set if `Request.wants_row`
     drafts: Drafts | None = None  # set at the end if the engine speculates
+    # (tokens, layers, hidden size), set at the end: the states from which each token was drawn
+    hidden_states: NDArray[np.float32] | None = None
     error: LogprobeError | None = None
 
     def fields(self, *, processed: bool = False) -> list[Field]:
@@ -100,6 +102,9 @@ class RequestOutput:
     num_cached_tokens: int | None = None
     weights_number: int = 0  # load number of the model weights that were used; 0: the initial weights
     params: SamplingParams | None = None  # None: the request was rejected before it started
+    # (prompt tokens, layers, hidden size), set once the first completion has ended
+    prompt_hidden_states: NDArray[np.float32] | None = None
+    lens: list[FlatLogprobs] | None = None  # by layer of `Request.lens`: the predictions after prompt tokens
 
     @classmethod
     def for_request(cls, request: Request) -> RequestOutput:

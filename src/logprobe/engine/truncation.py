@@ -68,6 +68,8 @@ def cut_prompt(
         return [(ids, params, 1)]
     remedy = "with lists per position needs a prompt that fits; shorten it, or score windows separately"
     require(not (params.names_positions and params.prompt_logprobs is not None), "logprob_token_ids", remedy)
+    remedy = "needs a prompt that fits, because hidden states depend on the window; use truncation='left'"
+    require(truncation != "window" or not params.captures, "return_hidden_states", remedy)
     end = ids[-max(room, 1) :]
     if truncation == "left" or params.prompt_logprobs is None:
         return [(end, params, 1)]

@@ -41,7 +41,7 @@ COUNTS: Final = ("logprobs", "prompt_logprobs")
 FLAGS: Final = ("ignore_eos", "include_stop_str_in_output", *KERNEL_EXTRAS, "explain", "kept_ids")
 REPORTING_FIELDS: Final = (
     *(*COUNTS, "logprob_token_ids", "logprobs_mode"),
-    *(*KERNEL_EXTRAS, "kept_ids", "explain"),
+    *(*KERNEL_EXTRAS, "kept_ids", "explain", "return_hidden_states"),
 )
 """Parameters that determine what outputs report about tokens; all others determine the tokens."""
 PENALTIES: Final = ("repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -101,6 +101,10 @@ class SamplingParams:
         margin: report the difference of the two highest logprobs of each distribution, in nats.
         kept_ids: report the token ids that masks and truncation kept, with each processed distribution.
         explain: report how each processor changed the listed candidates, at every position.
+        return_hidden_states: report hidden states of the prompt and of generated tokens. `last`: the states
+            after the final norm, from which the output head computes logits. Layer numbers: as in
+            transformers, 0 the embeddings, n the output of layer n, the number of layers the same as `last`;
+            negative ones count from the end.
     """
 
     # Sampling: the tokens of the completions.
@@ -136,6 +140,7 @@ class SamplingParams:
     margin: bool = False
     kept_ids: bool = False
     explain: bool = False
+    return_hidden_states: Literal["last"] | Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         self._normalise()
@@ -166,6 +171,8 @@ class SamplingParams:
             value = getattr(self, name)
             if type(value) not in PLAIN_TYPES:
                 normal[name] = _plain(name, value)
+        if self.return_hidden_states is not None:
+            normal["return_hidden_states"] = _layers("return_hidden_states", self.return_hidden_states)
         if self.logit_bias is not None:
             normal["logit_bias"] = _biases(_plain("logit_bias", self.logit_bias))
         for name in ("logit_bias", "logits_processors_args"):
@@ -240,6 +247,11 @@ class SamplingParams:
         return self.logits_processors_args is not None or field_values(self) != DEFAULT_VALUES
 
     @property
+    def captures(self) -> bool:
+        """True if outputs report activations of the model's layers."""
+        return self.return_hidden_states is not None
+
+    @property
     def names_positions(self) -> bool:
         """True if `logprob_token_ids` has one list per position."""
         return isinstance(self.logprob_token_ids, IdLists)
@@ -286,6 +298,21 @@ def _float(name: str, value: Any) -> float:
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     require(is_number and abs(value) <= LARGEST_FLOAT, name, f"must be a finite number, got {value!r}")
     return float(value)
+
+
+def _layers(name: str, value: Any) -> Literal["last"] | tuple[int, ...]:
+    """Convert `value` to `last` or to a tuple of layer numbers.
+
+    Raises:
+        ParameterError: `value` is neither, or has no number or one twice; the error's parameter is `name`.
+    """
+    if isinstance(value, str):
+        require(value == "last", name, f"must be 'last' or a list of layer numbers, got {value!r}")
+        return "last"
+    layers = tuple(_int(name, layer) for layer in _items(name, value, "layer numbers"))
+    require(layers, name, "must name at least one layer; leave it out for no hidden states")
+    require(len(set(layers)) == len(layers), name, "must name each layer once", got=value)
+    return layers
 
 
 def _items(name: str, values: Any, what: str) -> tuple[Any, ...]:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from logprobe.engine.forward.config import DecoderSpec
     from logprobe.engine.forward.families import ExpertFacts
     from logprobe.engine.forward.launch import Attend, Operation
-    from logprobe.engine.protocol import StepBatch
+    from logprobe.engine.protocol import Capture, StepBatch
     from logprobe.kernels.arrays import Array
     from logprobe.kernels.layers.forms import PanelWeights
     from logprobe.kernels.stages import Stage
@@ -251,7 +251,13 @@ class Decoder:
         return all_attention_paths(pool, prompts)
 
     def __call__(
-        self, token_ids: NDArray[Any], positions: NDArray[Any], plan: AttentionPlan, *, is_long: bool = False
+        self,
+        token_ids: NDArray[Any],
+        positions: NDArray[Any],
+        plan: AttentionPlan,
+        *,
+        is_long: bool = False,
+        capture: Capture | None = None,
     ) -> Array:
         """Run packed tokens; return their final hidden states, (num_tokens, hidden size) float32.
 
@@ -260,12 +266,15 @@ class Decoder:
             positions: (num_tokens,) integers, position of each token in its text.
             plan: KV cache slot of each token, and the context that the token attends to.
             is_long: use the long rotary frequencies (longrope).
+            capture: activations to keep; such a step is not recorded.
         """
         ids, places = (array.astype(np.int64) for array in (token_ids, positions))
-        if self.launches is not None and not self.loras.groups and self.launches.can_run(plan):
-            return self.launches.run(ids, places, plan, is_long=is_long)
+        launches = None if self.loras.groups or capture is not None else self.launches
+        if launches is not None and launches.can_run(plan):
+            return launches.run(ids, places, plan, is_long=is_long)
         step = self.new_step(len(ids), plan.pool)
         step.slots, step.loras = plan.slots, self.loras if self.loras.groups else None
+        step.capture = capture
         self.fill(step, ids, places, is_long=is_long)
         for operation in self.operations(step, partial(_attend_by, plan)):
             operation.run()
@@ -283,6 +292,12 @@ class Decoder:
         if factors.softcap is not None:
             softcap_stage(logits, factors.softcap).run()
         return logits
+
+    def normed(self, hidden: Array) -> Array:
+        """Return the final norm of (rows, hidden size) float32 states."""
+        out = np.empty_like(hidden)
+        self.last_norm.stage(hidden, out).run()
+        return out
 
     def new_step(self, num_rows: int, pool: KVPool) -> Step:
         """Allocate the buffers for a step with `num_rows` rows."""
@@ -344,6 +359,8 @@ class Decoder:
         """Return the operations of a step in order, without running them."""
         operations: list[Operation] = []
         for layer in self.layers:
+            if step.capture is not None and layer.index in step.capture.layers:
+                operations.append(HostOperation(partial(step.capture.keep, layer.index, step.hidden)))
             operations += self._layer_operations(layer, step, attend)
         operations.append(self.last_norm.stage(step.hidden, step.normed))
         return operations

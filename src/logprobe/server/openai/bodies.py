@@ -311,6 +311,15 @@ class NextTokenBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     lora: str | None = None
 
 
+class HiddenStatesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Request body of `POST /v1/hidden_states`: prompts whose hidden states are returned."""
+
+    prompts: Annotated[list[str | Ids], Meta(min_length=1)]
+    layers: Literal["last"] | Annotated[list[int], Meta(min_length=1)] = "last"
+    model: str | None = None
+    lora: str | None = None
+
+
 class ResponsesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Request body of `POST /v1/responses`."""
 
@@ -406,6 +415,7 @@ BODIES: Final[dict[str, type[msgspec.Struct]]] = {
     "/v2/rerank": RerankBody,
     "/rerank": RerankBody,
     "/v1/next_token_logprobs": NextTokenBody,
+    "/v1/hidden_states": HiddenStatesBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
     "/v1/tokenize": TokenizeBody,

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from logprobe.engine.forward.config import DecoderSpec
     from logprobe.engine.forward.cuda.plan import StepArrays
-    from logprobe.engine.protocol import StepBatch
+    from logprobe.engine.protocol import Capture, StepBatch
     from logprobe.kernels.arrays import Array
     from logprobe.models.lora import Dense, LoraWeights, LowRank
 
@@ -225,7 +225,13 @@ class CudaDecoder:
 
     @torch.inference_mode()
     def __call__(
-        self, token_ids: NDArray[Any], positions: NDArray[Any], plan: SpanPlan, *, is_long: bool = False
+        self,
+        token_ids: NDArray[Any],
+        positions: NDArray[Any],
+        plan: SpanPlan,
+        *,
+        is_long: bool = False,
+        capture: Capture | None = None,
     ) -> Tensor:
         """Run packed tokens; return their final hidden states, (num_tokens, hidden size) float32.
 
@@ -234,11 +240,13 @@ class CudaDecoder:
             positions: (num_tokens,) integers, position of each token in its text.
             plan: KV cache slot of each token, and the context that the token attends to.
             is_long: use the long rotary frequencies (longrope).
+            capture: activations to keep; such a step is not recorded.
         """
-        if self.graphs is not None and not self.loras.groups and self.graphs.can_run(plan):
-            return self.graphs.run(token_ids, positions, plan, is_long=is_long)
+        graphs = None if self.loras.groups or capture is not None else self.graphs
+        if graphs is not None and graphs.can_run(plan):
+            return graphs.run(token_ids, positions, plan, is_long=is_long)
         arrays = step_arrays(plan, token_ids, positions, self.num_heads, self.num_kv_heads)
-        return self.forward(arrays, plan.pool, is_long=is_long)
+        return self.forward(arrays, plan.pool, is_long=is_long, capture=capture)
 
     @torch.inference_mode()
     def head(self, hidden: Tensor, lora: LoraWeights | None = None) -> Tensor:
@@ -254,10 +262,18 @@ class CudaDecoder:
             logits = torch.tanh(logits.div_(factors.softcap)).mul_(factors.softcap)
         return logits
 
-    def forward(self, step: StepArrays, pool: KVPool, *, is_long: bool) -> Tensor:
+    @torch.inference_mode()
+    def normed(self, hidden: Array) -> Tensor:
+        """Return the final norm of (rows, hidden size) float32 states."""
+        rows = torch.from_numpy(hidden).to(self.device)
+        return norm(rows, self.last_norm, rows)
+
+    def forward(
+        self, step: StepArrays, pool: KVPool, *, is_long: bool, capture: Capture | None = None
+    ) -> Tensor:
         """Run a step whose arrays are on the device; return the final hidden states.
 
-        The host waits for the device only in layers with experts.
+        The host waits for the device only in layers with experts, and for a capture.
         """
         ids, places = step.token_ids.long(), step.positions.long()
         hidden = self._embedded(ids, places)
@@ -273,6 +289,8 @@ class CudaDecoder:
         attended = self._new_pieces(num_rows, self.widths[0])
         norm(hidden, self.layers[0].before_attention, normed)
         for layer in self.layers:
+            if capture is not None and layer.index in capture.layers:
+                capture.keep(layer.index, hidden.cpu().numpy())
             mlp_rows = normed
             if self.spec.is_parallel and layer.before_mlp is not None:
                 mlp_rows = norm(hidden, layer.before_mlp, other)
