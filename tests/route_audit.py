@@ -445,8 +445,8 @@ AUDIT = (
     ),
     Audited(
         ("POST /v1/hidden_states",),
-        "prompts tokenised; the engine's steps, where nothing of a prompt comes from the cache; the states of "
-        "each prompt's tokens until they were taken; tensors written one by one on the event loop, which "
+        "prompts tokenised; the engine's steps, without the prefix cache; the states of each prompt's tokens "
+        "until they were taken; tensors written one by one on the event loop, which "
         "serves others between them",
         "`max_requests` prompts, `max_text_bytes`; `max_tokens_in_flight`; `max_logprob_bytes` for the "
         "states of all tokens and layers",

@@ -763,3 +763,7 @@ class BlockingScorer:
     def score(self, pairs: Sequence[tuple[Any, Any] | Split], **options: Any) -> list[Score]:
         """Score continuations with the options of `LLM.score`."""
         return self._waiter.wait(Model.score(self._model, pairs, **options))
+
+    def generate(self, prompts: Sequence[list[int]], sampling_params: SamplingParams) -> list[RequestOutput]:
+        """Generate completions as `LLM.generate` does."""
+        return self._waiter.wait(Model.generate(self._model, prompts, sampling_params))

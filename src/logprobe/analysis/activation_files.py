@@ -1,4 +1,4 @@
-"""Activations of outputs (hidden states) as Arrow tables, and as Parquet and safetensors files."""
+"""Hidden states and expert routes of outputs as Arrow tables, and as Parquet and safetensors files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 INFO_KEY: Final = "logprobe.info"
 LAYERS_KEY: Final = "logprobe.layers"
-COLUMNS: Final = {"hidden_states": "prompt_hidden_states"}
+COLUMNS: Final = {"hidden_states": "prompt_hidden_states", "routed_experts": "prompt_routed_experts"}
 """Column, and attribute of completions → attribute of `RequestOutput` with the prompt's values."""
 
 
@@ -46,8 +46,9 @@ def activations_to_arrow(outputs: RequestOutput | Sequence[RequestOutput]) -> pa
     """Convert the activations of outputs to a table with one row per token.
 
     Columns: `request_id`; `completion` (index, null for prompt tokens); `position` (in the prompt or
-    completion); `token_id`; `hidden_states`, a fixed-size list per layer with a fixed-size list of float32.
-    Row i of a completion has the states from which its token i was drawn. The metadata has the
+    completion); `token_id`; `hidden_states`, a fixed-size list of layers, each a fixed-size list of float32;
+    `routed_experts`, a fixed-size list of layers with experts, each a fixed-size list of expert numbers. Row
+    i of a completion has the activations of the token before its token i. The metadata has the
     `LogprobsInfo` (`logprobe.info`) and the requested layers (`logprobe.layers`) as JSON.
 
     Raises:
@@ -93,7 +94,7 @@ def _checked(outputs: RequestOutput | Sequence[RequestOutput]) -> list[RequestOu
     from logprobe.engine.request import RequestOutput
 
     many = [outputs] if isinstance(outputs, RequestOutput) else [*outputs]
-    remedy = "have no activations; request return_hidden_states"
+    remedy = "have no activations; set return_hidden_states or return_routed_experts"
     require(many and all(any(True for _ in _parts(output)) for output in many), "outputs", remedy)
     return many
 
@@ -111,9 +112,9 @@ def _metadata(outputs: Sequence[RequestOutput]) -> dict[str, str]:
 def save_activations(path: str | Path, outputs: RequestOutput | Sequence[RequestOutput]) -> None:
     """Write the activations of outputs to a file; the suffix selects the format.
 
-    `.safetensors` has one tensor per prompt and completion, (tokens, layers, width), named
-    `REQUEST.prompt.hidden_states` and `REQUEST.COMPLETION.hidden_states`, where REQUEST is the index of the
-    output and COMPLETION that of the completion. `.parquet` has the table of `activations_to_arrow`.
+    `.safetensors` has one tensor per prompt and completion, (tokens, layers, width), with names such as
+    `0.prompt.hidden_states`, `0.1.hidden_states` and `0.1.routed_experts`: index of the output, then
+    `prompt` or the index of the completion. `.parquet` has the table of `activations_to_arrow`.
 
     Raises:
         ParameterError: the suffix is another one, or an output has no activations.

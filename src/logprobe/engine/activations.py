@@ -1,4 +1,4 @@
-"""`StepActivations`: hidden states of a step's tokens, and predictions from inner layers (logit lens).
+"""`StepActivations`: hidden states and routes of a step's tokens, predictions from inner layers (logit lens).
 
 The last hidden states are stored by slot, also those of cached tokens. The states of inner layers exist only
 while a step runs; samples that report them compute all their tokens themselves.
@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from logprobe.engine.plan.capture import Tail
 from logprobe.engine.protocol import Capture
 from logprobe.errors import UnsupportedModelError
 from logprobe.kernels.extraction.head import head_extract
 from logprobe.kernels.placement import as_rows
 from logprobe.records.rows import host_array
 from logprobe.transport.messages import Finish
+
+MAX_BYTE: Final = 256  # up to so many experts per layer, a route takes a byte per expert
 
 if TYPE_CHECKING:
     from logprobe.engine.plan.sample import Sample
@@ -38,11 +41,13 @@ class StepActivations:
         self._first: dict[Sample, tuple[int, int]] = {}  # row in the capture and position of the first token
         self._num_run: dict[Sample, int] = {}  # tokens of the sample in the step
         layers: set[int] = set()
+        reports_routes = False
         tokens: list[Array] = []
         for index, span in enumerate(plan.tokens):
             if span.sample.capture is None or not span.sample.is_fresh:
                 continue
             layers |= span.sample.capture.inner(forward.shape)
+            reports_routes |= span.sample.capture.routes
             self._first[span.sample] = sum(map(len, tokens)), span.start
             self._num_run[span.sample] = len(span)
             tokens.append(np.arange(batch.starts[index], batch.starts[index + 1], dtype=np.int32))
@@ -54,8 +59,28 @@ class StepActivations:
             rows=np.arange(num_rows, dtype=np.int32),
             layers=tuple(sorted(layers)),
             hidden=np.empty((num_rows, len(layers), forward.shape.hidden_size), np.float32),
+            routes=self._new_routes(num_rows) if reports_routes else None,
+            given=self._given(plan, num_rows),
         )
         self.batch = replace(batch, capture=capture)
+
+    def _new_routes(self, num_rows: int) -> Array:
+        shape = self._forward.shape
+        return np.full((num_rows, shape.num_expert_layers, shape.experts_per_token), -1, np.int32)
+
+    def _given(self, plan: StepPlan, num_rows: int) -> Array | None:
+        """Return the routes that samples give for the step's tokens; None if there are none."""
+        spans = [span for span in plan.tokens if span.sample.is_private]
+        if not spans:
+            return None
+        routes = self._new_routes(num_rows)
+        for span in spans:
+            assert span.sample.capture is not None
+            assert span.sample.capture.given is not None, "private samples have given routes"
+            given = span.sample.capture.given[span.start : span.end]
+            row, _ = self._first[span.sample]
+            routes[row : row + len(given)] = given
+        return routes
 
     def collect(self, plan: StepPlan, step: StepDeltas, recorder: Recorder) -> None:
         """Add the activations of a step's tokens to its deltas, and end prompts that are fully reported."""
@@ -72,6 +97,8 @@ class StepActivations:
                 delta = recorder.delta_in(step, sample)
                 if own.hidden:
                     delta.prompt_hidden = self._hidden(sample, own.num_done, end)
+                if own.routes:
+                    delta.prompt_routes = self._routes(sample, own.num_done, end)
                 if own.lens:
                     try:
                         delta.lens = self._lens(sample, own.num_done, end)
@@ -79,12 +106,15 @@ class StepActivations:
                         recorder.finish(step, sample, Finish("error", error=error))
                 own.num_done = end
             new = step.deltas[sample].token_ids if sample in step.deltas else []
+            first = sample.num_tokens - len(new) - 1  # the token before the first new one
             if new and own.hidden:
-                first = sample.num_tokens - len(new) - 1  # the token before the first new one
                 step.deltas[sample].hidden = self._hidden(sample, first, first + len(new))
+            if new and own.routes:
+                step.deltas[sample].routes = self._routes(sample, first, first + len(new))
             if capture is not None and sample in self._first:
                 last = self._first[sample][0] + self._num_run[sample] - 1
-                own.tail = capture.layers, capture.hidden[last].copy()
+                routes = None if capture.routes is None else capture.routes[last].copy()
+                own.tail = Tail(capture.layers, capture.hidden[last].copy(), routes)
             is_reported = own.num_done == own.num_prompt and sample.num_scored >= sample.num_prompt_rows
             if is_reported and not sample.wants_sample:
                 recorder.finish(step, sample, Finish("length"))
@@ -102,16 +132,34 @@ class StepActivations:
             return states.astype(np.float32, copy=False)
         if sample not in self._first:
             # The token is drawn in a later step than the one that ran the token before it.
-            assert sample.capture is not None
-            layers, tail = sample.capture.tail
-            states = tail[layers.index(layer)][None]
+            tail = _tail_of(sample)
+            states = tail.hidden[tail.layers.index(layer)][None]
         else:
-            capture = self.batch.capture
-            assert capture is not None, "a step that runs tokens of such a sample has a capture"
-            row, position = self._first[sample]
-            rows = slice(row + start - position, row + end - position)
-            states = capture.hidden[rows, capture.layers.index(layer)]
+            capture = self._capture
+            states = capture.hidden[self._rows(sample, start, end), capture.layers.index(layer)]
         return states
+
+    def _routes(self, sample: Sample, start: int, end: int) -> Array:
+        """Return the routes of positions [start, end), (positions * layers, experts per token)."""
+        if sample not in self._first:  # as in `_states`
+            routes = _tail_of(sample).routes
+            assert routes is not None, "the sample reports routes"
+            found = routes[None]
+        else:
+            assert self._capture.routes is not None, "the sample reports routes"
+            found = self._capture.routes[self._rows(sample, start, end)]
+        dtype = np.uint8 if self._forward.shape.num_experts <= MAX_BYTE else np.uint16
+        return found.reshape(-1, found.shape[-1]).astype(dtype)
+
+    @property
+    def _capture(self) -> Capture:
+        assert self.batch.capture is not None, "a step that runs tokens of a fresh sample has a capture"
+        return self.batch.capture
+
+    def _rows(self, sample: Sample, start: int, end: int) -> slice:
+        """Return the rows of positions [start, end) in the capture."""
+        row, position = self._first[sample]
+        return slice(row + start - position, row + end - position)
 
     def _lens(self, sample: Sample, start: int, end: int) -> list[HostRows]:
         """Return rows of log-probabilities after positions [start, end), for each layer of the lens.
@@ -136,3 +184,9 @@ class StepActivations:
                 states = forward.normed(self._states(sample, layer, start, end))
             rows.append(head_extract(states, head, next_ids, k, entropy=True).to_host())
         return rows
+
+
+def _tail_of(sample: Sample) -> Tail:
+    assert sample.capture is not None
+    assert sample.capture.tail is not None, "the sample has run a token"
+    return sample.capture.tail

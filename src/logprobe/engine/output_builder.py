@@ -239,6 +239,8 @@ class ActivationBuilder:
         self._num_layers = 1 if asked is None or asked == "last" else len(asked)
         self._prompt: list[Array] = []
         self._hidden: dict[int, list[Array]] = {}  # by sample
+        self._prompt_routes: list[Array] = []
+        self._routes: dict[int, list[Array]] = {}  # by sample
         self._lens = [FlatLogprobs(table=table) for _ in request.lens.layers] if request.lens else None
 
     def add(self, delta: Delta, output: RequestOutput) -> None:
@@ -247,23 +249,43 @@ class ActivationBuilder:
             self._prompt.append(delta.prompt_hidden)
         if delta.hidden is not None:
             self._hidden.setdefault(delta.index, []).append(delta.hidden)
+        if delta.prompt_routes is not None:
+            self._prompt_routes.append(delta.prompt_routes)
+        if delta.routes is not None:
+            self._routes.setdefault(delta.index, []).append(delta.routes)
         for record, rows in zip(self._lens or (), delta.lens or (), strict=False):
             extras: dict[str, Any] = dict(rows.extras)
             record.append_rows(rows.token_ids, rows.logprobs, rows.ranks, **extras)
         if delta.finish is None:
             return
         if delta.index == 0:
-            output.prompt_hidden_states = self._joined(self._prompt)
+            num_prompt = len(output.prompt_token_ids)
+            output.prompt_hidden_states = self._states(self._prompt)
+            output.prompt_routed_experts = _routes(self._prompt_routes, num_prompt)
             output.lens = self._lens
-        output.outputs[delta.index].hidden_states = self._joined(self._hidden.pop(delta.index, []))
+        completion = output.outputs[delta.index]
+        completion.hidden_states = self._states(self._hidden.pop(delta.index, []))
+        completion.routed_experts = _routes(self._routes.pop(delta.index, []), len(completion.token_ids))
 
-    def _joined(self, parts: list[Array]) -> Array | None:
-        """Join parts with (positions, layers * hidden size) each to (positions, layers, hidden size)."""
+    def _states(self, parts: list[Array]) -> Array | None:
+        """Join states, (positions, layers * size) each, to (positions, layers, size); free the parts."""
         if not parts:
             return None
         whole: Array = np.concatenate(parts)
         parts.clear()
         return whole.reshape(len(whole), self._num_layers, -1)
+
+
+def _routes(parts: list[Array], num_positions: int) -> Array | None:
+    """Join routes, (positions * layers, experts per token) each, to (positions, layers, experts per token).
+
+    Returns None if the request has ended early, and routes of some positions are missing.
+    """
+    if not parts:
+        return None
+    whole: Array = np.concatenate(parts)
+    num_layers, rest = divmod(len(whole), num_positions)
+    return None if rest else whole.reshape(num_positions, num_layers, -1)
 
 
 def _plus_chosen(total: float | None, rows: HostRows) -> float:

@@ -64,6 +64,10 @@ class ModelShape:
     hidden_size: int
     num_layers: int
     why_no_layers: str | None = None  # why hidden states of inner layers are not reported; None: they are
+    num_expert_layers: int = 0  # layers with routed experts
+    num_experts: int = 0  # per such layer
+    experts_per_token: int = 0  # per such layer
+    why_no_routes: str | None = "the model has no experts"  # None: expert routes are reported
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,21 +231,39 @@ class Core(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capture:
-    """Activations that a step keeps for some of its tokens.
+    """Activations and expert routes that a step keeps for some of its tokens.
 
     `ForwardBackend.run` writes them. Hidden state 0 is the embedding, and hidden state n the output of layer
     n, as in transformers; the last one, after the final norm, is kept by slot (`hidden_rows`).
     """
 
     tokens: IntArray  # (N,) indices in `StepBatch.token_ids`
-    rows: IntArray  # (N,) the tokens' rows in `hidden`
+    rows: IntArray  # (N,) the tokens' rows in `hidden`, `routes` and `given`
     layers: tuple[int, ...]  # ascending numbers of the hidden states to keep
     hidden: Array  # (rows, len(layers), hidden size) float32
+    routes: Array | None = None  # (rows, expert layers, experts per token) int32: experts of each token
+    given: Array | None = None  # the same shape: experts to use; -1: those that the router chooses
     errors: list[LogprobeError] = field(default_factory=list)  # why nothing was kept; empty: it was
 
     def keep(self, layer: int, hidden: Array) -> None:
         """Keep hidden state `layer` of all tokens in the step, (num_tokens, hidden size)."""
         self.hidden[self.rows, self.layers.index(layer)] = hidden[self.tokens]
+
+    def route(self, place: int, chosen: Array) -> Array:
+        """Return the experts of all tokens in the step, (num_tokens, experts per token), and keep them.
+
+        Args:
+            place: number of the layer, counting only layers with experts.
+            chosen: the experts that the router chose, of the same shape.
+        """
+        if self.given is not None:
+            given = self.given[self.rows, place]
+            is_given = given[:, 0] >= 0
+            chosen = chosen.copy()
+            chosen[self.tokens[is_given]] = given[is_given]
+        if self.routes is not None:
+            self.routes[self.rows, place] = chosen[self.tokens]
+        return chosen
 
     def only(self, is_kept: NDArray[np.bool_]) -> Capture:
         """Return the part for a batch of only those tokens for which `is_kept`, (num_tokens,), is True."""

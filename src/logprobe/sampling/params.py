@@ -28,20 +28,27 @@ from logprobe.processors.arguments import (
     to_args,
 )
 from logprobe.records.rows import KERNEL_EXTRAS
-from logprobe.records.values import IdLists
+from logprobe.records.values import ExpertRoutes, IdLists
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    GivenRoutes: TypeAlias = ExpertRoutes | NDArray[Any]
+else:
+    GivenRoutes = ExpertRoutes  # as it is sent to other processes, whose messages cannot have both types
 
 NamedIds: TypeAlias = "Sequence[int] | NDArray[np.int64] | None"
 """Token ids to report at one position in addition to the most likely ones; None: report no others."""
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "both"]
 MODES: Final = ("raw_logprobs", "processed_logprobs", "both")
 COUNTS: Final = ("logprobs", "prompt_logprobs")
-FLAGS: Final = ("ignore_eos", "include_stop_str_in_output", *KERNEL_EXTRAS, "explain", "kept_ids")
+FLAGS: Final = (
+    *("ignore_eos", "include_stop_str_in_output", *KERNEL_EXTRAS, "explain", "kept_ids"),
+    "return_routed_experts",
+)
 REPORTING_FIELDS: Final = (
     *(*COUNTS, "logprob_token_ids", "logprobs_mode"),
-    *(*KERNEL_EXTRAS, "kept_ids", "explain", "return_hidden_states"),
+    *(*KERNEL_EXTRAS, "kept_ids", "explain", "return_hidden_states", "return_routed_experts"),
 )
 """Parameters that determine what outputs report about tokens; all others determine the tokens."""
 PENALTIES: Final = ("repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -85,6 +92,10 @@ class SamplingParams:
             each with a value of the same name (extra `grammar`).
         logits_processors_args: arguments of the logits processors that the engine was started with.
         lora: name of the LoRA weights to use (`None`: the base model).
+        routed_experts: the experts to use in each layer of a mixture of experts, instead of those that the
+            router chooses: an integer array (positions, layers with experts, experts per token) for the first
+            positions of the text, such as `RequestOutput.replayed_experts`. Weights of experts are still the
+            router's.
         logprobs: number of alternatives per generated token, in addition to the chosen token (`None`: off;
             0: the chosen token only; -1: the whole vocabulary).
         prompt_logprobs: number of alternatives per prompt token, as for `logprobs`. They are raw, or with
@@ -105,6 +116,8 @@ class SamplingParams:
             after the final norm, from which the output head computes logits. Layer numbers: as in
             transformers, 0 the embeddings, n the output of layer n, the number of layers the same as `last`;
             negative ones count from the end.
+        return_routed_experts: report the experts that were used for each token of the prompt and before each
+            generated token.
     """
 
     # Sampling: the tokens of the completions.
@@ -130,6 +143,7 @@ class SamplingParams:
     response_format: Mapping[str, Any] | None = None
     logits_processors_args: Mapping[str, Any] | None = None
     lora: str | None = None
+    routed_experts: GivenRoutes | None = None
     # Reports: what outputs say about tokens.
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -141,6 +155,7 @@ class SamplingParams:
     kept_ids: bool = False
     explain: bool = False
     return_hidden_states: Literal["last"] | Sequence[int] | None = None
+    return_routed_experts: bool = False
 
     def __post_init__(self) -> None:
         self._normalise()
@@ -173,6 +188,8 @@ class SamplingParams:
                 normal[name] = _plain(name, value)
         if self.return_hidden_states is not None:
             normal["return_hidden_states"] = _layers("return_hidden_states", self.return_hidden_states)
+        if self.routed_experts is not None:
+            normal["routed_experts"] = ExpertRoutes.of("routed_experts", self.routed_experts)
         if self.logit_bias is not None:
             normal["logit_bias"] = _biases(_plain("logit_bias", self.logit_bias))
         for name in ("logit_bias", "logits_processors_args"):
@@ -248,8 +265,12 @@ class SamplingParams:
 
     @property
     def captures(self) -> bool:
-        """True if outputs report activations of the model's layers."""
-        return self.return_hidden_states is not None
+        """True if outputs report activations or routes of the model's layers, or routes are given."""
+        return (
+            self.return_hidden_states is not None
+            or self.return_routed_experts
+            or self.routed_experts is not None
+        )
 
     @property
     def names_positions(self) -> bool:

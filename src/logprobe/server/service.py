@@ -244,6 +244,8 @@ class Service:
         """
         self._request_ids += [request.request_id for request in requests]
         cost = Cost.of(requests, self.vocab_size, num_echoes)
+        if any(request.params.return_routed_experts for request in requests):
+            cost += Cost.of_routes(requests, self.capabilities.shape)
         cost = cost if beside is None else cost + beside
         if self._awaited is not None:
             if cost == self._awaited:

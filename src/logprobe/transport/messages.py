@@ -161,6 +161,9 @@ class Delta(msgspec.Struct, tag=True, kw_only=True, eq=False, omit_defaults=True
     row: Array | None = None  # (vocab_size,) float32, nats, read-only; set for `wants_row`
     hidden: Array | None = None  # (new tokens, layers * hidden size) float32; None: not requested
     prompt_hidden: Array | None = None  # the same for the next prompt tokens
+    # (new tokens * expert layers, experts per token) uint8 or uint16; None: not requested
+    routes: Array | None = None
+    prompt_routes: Array | None = None  # the same for the next prompt tokens
     lens: list[HostRows] | None = None  # by layer of `Request.lens`, for the next prompt tokens
     finish: Finish | None = None  # None while the completion runs
     # counts for the whole completion, set with `finish`; None if drafting is off

@@ -376,7 +376,8 @@ class Decoder:
             mlp_input, norms = _normed(layer.before_mlp, step.hidden, step.normed)
             operations += norms
         if layer.experts is not None:
-            operations.append(HostOperation(partial(layer.experts.add_, step.hidden, mlp_input)))
+            route = None if step.capture is None else partial(step.capture.route, self._expert_place(layer))
+            operations.append(HostOperation(partial(layer.experts.add_, step.hidden, mlp_input, route)))
         if layer.mlp is not None and layer.shared_gate is not None:
             operations += _shared_expert_operations(layer.mlp, layer.shared_gate, mlp_input, step)
         elif layer.mlp is not None:
@@ -384,6 +385,10 @@ class Decoder:
             operations += _inner_operations(mlp, mlp_input, inner, step)
             operations += self._add_operations(mlp.down, mlp.down_name, inner, layer.after_mlp, step)
         return operations
+
+    def _expert_place(self, layer: Layer) -> int:
+        """Return the number of a layer with experts, counting only such layers."""
+        return sum(before.experts is not None for before in self.layers[: layer.index])
 
     def _attention_operations(self, layer: Layer, x: Array, step: Step, attend: Attend) -> list[Operation]:
         operations: list[Operation] = [*layer.projection.stages(x, step.projected)]

@@ -76,7 +76,7 @@ class NativeForward:
         self.is_recalled = ready.is_recalled
         self.vocab_size, self.context_len = ready.vocab_size, ready.context_len
         self.rope_boundary = ready.layout.rope_boundary
-        self.shape = ModelShape(hidden_size=ready.hidden_size, num_layers=ready.layout.num_layers)
+        self.shape = _shape_of(ready)
         self.eos_token_ids = ready.eos_token_ids
         self._had_loras = False  # True if a row of the last step used LoRA weights
         if not ready.is_recalled:
@@ -295,6 +295,25 @@ class NativeForward:
         """
         with self._running():
             return self.decoder.normed(hidden)
+
+
+def _shape_of(ready: ReadyModel) -> ModelShape:
+    """Return the sizes of a model, and what its decoder reports about its layers."""
+    sizes: dict[str, Any] = {"hidden_size": ready.hidden_size, "num_layers": ready.layout.num_layers}
+    if ready.layout.why_transformers is not None:
+        why = f"transformers' modules run this model ({ready.layout.why_transformers})"
+        return ModelShape(**sizes, why_no_routes=why)
+    decoder: Any = ready.decoder  # a native decoder, of a CPU or a GPU
+    experts = [layer.experts for layer in decoder.layers if layer.experts is not None]
+    if not experts:
+        return ModelShape(**sizes)
+    return ModelShape(
+        **sizes,
+        num_expert_layers=len(experts),
+        num_experts=len(experts[0].inner),
+        experts_per_token=decoder.spec.experts_per_token,
+        why_no_routes=None,
+    )
 
 
 def _reserve(kv_bytes: int) -> PagedMemory:

@@ -97,6 +97,7 @@ class Sample:
         self.num_scored = request.first_scored - 1
         self.capture: SampleCapture | None = None  # activations to report; None: none
         self.is_fresh = False  # takes no keys and values from the cache, because all tokens are captured
+        self.is_private = False  # its keys and values must not be cached, because its routes were given
         self.num_to_run = self.num_prompt_rows  # prompt tokens to run if none is generated
         self.node: Node | None = None
         self.is_long = False  # uses the model's long rotary frequencies
@@ -121,7 +122,8 @@ class Sample:
     def capture_as(self, capture: SampleCapture, shape: ModelShape) -> None:
         """Report activations; must be called before the sample is scheduled."""
         self.capture = capture
-        self.is_fresh = bool(capture.inner(shape))
+        self.is_fresh = capture.is_fresh(shape)
+        self.is_private = capture.given is not None
         self.num_to_run = max(self.num_to_run, capture.num_prompt)
 
     @property

@@ -361,7 +361,7 @@ class Scheduler:
     def _let_go(self, sample: Sample, *, keep: bool) -> None:
         assert sample.node is not None
         tail = sample.tail_slots.copy()
-        if keep and len(tail):
+        if keep and len(tail) and not sample.is_private:
             start = sample.num_in_tree
             token_ids = sample.token_ids[start : sample.num_computed].copy()
             node, known = self.tree.descend(sample.node, token_ids)

@@ -27,7 +27,7 @@ from logprobe.kernels.triton.pieces import NUM_PIECES, join
 from logprobe.kernels.triton.products import linear, linear_parts, narrowed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, MutableMapping, Sequence
+    from collections.abc import Callable, Iterator, MutableMapping, Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
@@ -306,7 +306,12 @@ class CudaDecoder:
                 )
             is_last = layer.index + 1 == len(self.layers)
             following = None if is_last else self.layers[layer.index + 1].before_attention
-            self._feed_forward(layer, mlp_rows, hidden, following, None if is_last else normed)
+            route = None
+            if capture is not None and layer.experts is not None:
+                route = partial(
+                    capture.route, sum(one.experts is not None for one in self.layers[: layer.index])
+                )
+            self._feed_forward(layer, mlp_rows, hidden, following, None if is_last else normed, route)
         return norm(hidden, self.last_norm, hidden)
 
     def state(self) -> dict[str, Tensor]:
@@ -404,14 +409,20 @@ class CudaDecoder:
         add(parts, bias, hidden, factor=factor, after=after, following=following, out=out)
 
     def _feed_forward(
-        self, layer: Layer, x: Tensor, hidden: Tensor, following: Norm | None, out: Tensor | None
+        self,
+        layer: Layer,
+        x: Tensor,
+        hidden: Tensor,
+        following: Norm | None,
+        out: Tensor | None,
+        route: Callable[[Array], Array] | None,
     ) -> None:
         """Add the output of the MLP or the experts for pieces `x` to the hidden states, in place.
 
-        `following` and `out` are as in `_add`.
+        `following` and `out` are as in `_add`; `route` is as in `_add_experts`.
         """
         if layer.experts is not None:
-            self._add_experts(layer.experts, x, hidden)
+            self._add_experts(layer.experts, x, hidden, route)
         if layer.mlp is not None and layer.shared_gate is None:
             inner = self._gated(*self._product(layer.mlp.inner, x))
             self._add(layer.mlp.down, inner, hidden, following, out, after=layer.after_mlp)
@@ -432,9 +443,18 @@ class CudaDecoder:
         out = self._new_pieces(num_rows, width // (2 if has_values else 1))
         return gate(parts, bias, self.spec.activation, out, has_values=has_values)
 
-    def _add_experts(self, experts: Experts, x: Tensor, hidden: Tensor) -> None:
-        """Add the weighted sum of each row's expert outputs to `hidden`, in order of the experts' numbers."""
-        weights, chosen = experts.router(x).double().softmax(-1).topk(self.spec.experts_per_token)
+    def _add_experts(
+        self, experts: Experts, x: Tensor, hidden: Tensor, route: Callable[[Array], Array] | None
+    ) -> None:
+        """Add the weighted sum of each row's expert outputs to `hidden`, in order of the experts' numbers.
+
+        `route` is called with the router's choice, and returns the experts to use.
+        """
+        shares = experts.router(x).double().softmax(-1)
+        weights, chosen = shares.topk(self.spec.experts_per_token)
+        if route is not None:
+            chosen = torch.from_numpy(route(chosen.cpu().numpy())).to(self.device)
+            weights = shares.gather(-1, chosen)
         if self.spec.normalises_experts:
             weights /= weights.sum(-1, keepdim=True)
         weights = weights.float()
