@@ -10,7 +10,7 @@ import secrets
 import time
 from collections import deque
 from functools import cache
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import msgspec
 
@@ -244,6 +244,8 @@ class Service:
         """
         self._request_ids += [request.request_id for request in requests]
         cost = Cost.of(requests, self.vocab_size, num_echoes)
+        if any(request.params.return_routed_experts for request in requests):
+            cost += Cost.of_routes(requests, self.capabilities.shape)
         cost = cost if beside is None else cost + beside
         if self._awaited is not None:
             if cost == self._awaited:
@@ -417,10 +419,12 @@ class Service:
 
     @staticmethod
     def params_for(
-        body: ChoosesWeights, *, max_tokens: int, prompt_logprobs: int | None = None
+        body: ChoosesWeights, *, max_tokens: int, prompt_logprobs: int | None = None, **reports: Any
     ) -> SamplingParams:
-        """Return default parameters with these limits and the LoRA adapter that a body selects."""
-        return SamplingParams(max_tokens=max_tokens, prompt_logprobs=prompt_logprobs, lora=body.lora)
+        """Return default parameters with these limits and reports, and the LoRA adapter of a body."""
+        return SamplingParams(
+            max_tokens=max_tokens, prompt_logprobs=prompt_logprobs, lora=body.lora, **reports
+        )
 
     async def run_all(self, admitted: Sequence[Admitted]) -> list[RequestOutput]:
         """Run requests and return their outputs in order; cancelling the call aborts the requests.

@@ -14,6 +14,7 @@ from logprobe.errors import ServerError, require
 from logprobe.integrations.remote.link import FACTS_BYTES, SAMPLES, TOKEN_BYTES, decoded
 from logprobe.records import FlatLogprobs, LogprobsInfo
 from logprobe.records.forms.finite import IMPOSSIBLE
+from logprobe.records.values import ExpertRoutes
 from logprobe.sampling import SamplingParams
 from logprobe.sampling.params import COUNTS, REPORTING_FIELDS
 
@@ -163,6 +164,10 @@ def _fields_of(params: SamplingParams) -> dict[str, Any]:
     for name in REPORTING_FIELDS:
         is_sent = name in COUNTS or name not in asked
         require(is_sent, name, "is not supported by RemoteLLM.generate; use POST /v1/completions")
+    routes = params.routed_experts
+    if isinstance(routes, ExpertRoutes):
+        data = routes.experts.astype("<u2").tobytes()
+        asked["routed_experts"] = {"shape": routes.array.shape, "dtype": "uint16", "data": data}
     return asked
 
 
