@@ -83,7 +83,7 @@ class ReplySchema:
         self._k = max(widths) if len(widths) == 1 and not is_complete else None
         whole = schema(infos.get("") or infos.get("prompt"))
         fields = [self._fixed(field) for field in whole if is_complete or field.name in names]
-        metadata = {
+        metadata: dict[bytes | str, bytes | str] = {
             _info_key(name): info.to_json() for name, info in infos.items() if name and info is not None
         }
         if reply is not None:
