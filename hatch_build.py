@@ -34,6 +34,7 @@ VARIANTS = {"x86_64": {"v4": "x86-64-v4", "v3": "x86-64-v3"}, "aarch64": {"neon"
 MACHINES = {"AMD64": "x86_64", "arm64": "aarch64"}  # names that some systems have for these
 SYSTEMS = {"linux": "linux-gnu.2.28", "darwin": "macos.11.0", "win32": "windows-gnu"}  # as zig calls them
 ZIG = "ziglang>=0.15"
+CFFI = "cffi>=1.17"
 TARGETS = {
     "manylinux_2_28_x86_64": "x86_64-linux-gnu.2.28",
     "manylinux_2_28_aarch64": "aarch64-linux-gnu.2.28",
@@ -55,8 +56,8 @@ class NativeKernels(BuildHookInterface):  # type: ignore[type-arg]
     """Compiles the libraries into the package before its files are collected."""
 
     def dependencies(self) -> list[str]:
-        """Require zig where no other compiler is found."""
-        return [] if local_compiler() else [ZIG]
+        """Require cffi, and zig where no other compiler is found."""
+        return [CFFI] if local_compiler() else [CFFI, ZIG]
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile what has changed, and name the wheel by its system: the libraries are for any Python."""
@@ -75,7 +76,7 @@ class NativeKernels(BuildHookInterface):  # type: ignore[type-arg]
             shutil.rmtree(FOLDER, ignore_errors=True)
             FOLDER.mkdir()
             compile_variants(compiler, VARIANTS.get(system.partition("-")[0], {}))
-            shutil.copy(NATIVE / "kernels.h", FOLDER)
+            write_declarations(FOLDER / "declarations.py")
             stamp.write_text(key.hexdigest())
         own = f"macosx_11_0_{platform.machine()}" if sys.platform == "darwin" else sysconfig.get_platform()
         build_data["pure_python"] = False
@@ -161,6 +162,17 @@ def compile_variants(compiler: list[str], variants: dict[str, str]) -> None:
             library = Path(folder) / f"kernels_{variant}.so"  # zig puts an import library beside it
             run([*compiler, *FLAGS, *flags, *sorted(objects[variant].iterdir()), "-o", library])
             shutil.move(library, FOLDER)
+
+
+def write_declarations(path: Path) -> None:
+    """Write kernels.h as a Python module for cffi, which would take 50 ms to parse it when it is loaded."""
+    from cffi import FFI
+
+    header = (NATIVE / "kernels.h").read_text("utf-8")
+    ffi: Any = FFI()
+    ffi.set_source("declarations", None)
+    ffi.cdef("".join(line for line in header.splitlines(keepends=True) if not line.startswith("#")))
+    ffi.emit_python_code(str(path))
 
 
 def run(command: list[Any]) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from logprobe.cli.app import app, run
+from logprobe.cli.app import make_app, run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,7 +23,7 @@ def text() -> str:
 
 def commands() -> Iterator[tuple[str, list[str]]]:
     """Yield the end of each command's heading, and its words."""
-    pending: list[tuple[list[str], Any]] = [([], typer.main.get_command(app))]
+    pending: list[tuple[list[str], Any]] = [([], typer.main.get_command(make_app()))]
     while pending:
         path, command = pending.pop(0)
         yield "".join(f" {word}" for word in path), path

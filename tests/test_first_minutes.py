@@ -74,6 +74,6 @@ def test_loading_a_model_says_nothing_on_standard_error(
 def test_help_has_a_short_flag() -> None:
     from typer.testing import CliRunner
 
-    from logprobe.cli.app import app
+    from logprobe.cli.app import make_app
 
-    assert CliRunner().invoke(app, ["-h"]).output == CliRunner().invoke(app, ["--help"]).output
+    assert CliRunner().invoke(make_app(), ["-h"]).output == CliRunner().invoke(make_app(), ["--help"]).output

@@ -12,14 +12,14 @@ import pytest
 import typer
 
 import logprobe
-from logprobe.cli.app import app
+from logprobe.cli.app import make_app
 from server_process import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+COMMANDS = typer.main.get_command(make_app()).commands  # type: ignore[attr-defined]
 FLAGS = [
     # arguments, text that the error line must contain
     (

@@ -64,12 +64,12 @@ def test_the_compiler_on_the_path_is_used_and_zig_required_without_one(
     hook: ModuleType, tmp_path: Path
 ) -> None:
     assert hook.local_compiler() is None
-    assert required(hook, tmp_path) == [hook.ZIG]
+    assert required(hook, tmp_path) == [hook.CFFI, hook.ZIG]
     program(tmp_path, "c++")
     assert hook.local_compiler() == ["c++"]
     program(tmp_path, "g++")
     assert hook.local_compiler() == ["g++"]
-    assert required(hook, tmp_path) == []
+    assert required(hook, tmp_path) == [hook.CFFI]
 
 
 def test_cxx_comes_first_with_its_options(
@@ -97,7 +97,7 @@ def test_another_target_is_compiled_by_zig(
     program(tmp_path, "g++")
     monkeypatch.setenv("LOGPROBE_TARGET", "win_amd64")
     assert hook.local_compiler() is None
-    assert required(hook, tmp_path) == [hook.ZIG]
+    assert required(hook, tmp_path) == [hook.CFFI, hook.ZIG]
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_a_target_names_the_wheel_and_its_libraries(
         "artifacts": ["src/logprobe/kernels/_native/*"],
     }
     libraries = {f"kernels_{variant}.so" for variant in variants}
-    assert {path.name for path in hook.FOLDER.iterdir()} == libraries | {"kernels.h", "sources.sha256"}
+    assert {path.name for path in hook.FOLDER.iterdir()} == libraries | {"declarations.py", "sources.sha256"}
     assert {command[command.index("-target") + 1] for command in commands} == {system}
 
     commands.clear()  # nothing changed, so nothing is compiled

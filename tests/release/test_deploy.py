@@ -16,7 +16,7 @@ import typer
 import yaml
 
 import logprobe
-from logprobe.cli.app import app
+from logprobe.cli.app import make_app
 from logprobe.kernels.native import VARIABLE
 from logprobe.server import ServerSettings
 from logprobe.server.http.shutdown import LAST_S
@@ -41,7 +41,7 @@ POD = next(part for part in yaml.safe_load_all(KUBERNETES) if part["kind"] == "D
 
 def variables() -> set[str]:
     """Return the environment variables of `logprobe serve` and of the library."""
-    [serve] = [command for name, command in typer.main.get_command(app).commands.items() if name == "serve"]  # type: ignore[attr-defined]
+    serve = typer.main.get_command(make_app(["serve"])).commands["serve"]  # type: ignore[attr-defined]
     own = {str(param.envvar) for param in serve.params if param.envvar}
     return own | {"LOGPROBE_HOME", VARIABLE, "LOGPROBE_TARGET"}  # the last: of the build hook
 

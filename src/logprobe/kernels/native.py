@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib
 import os
 from pathlib import Path
 from typing import Any, Final
-
-from cffi import FFI
 
 from logprobe.errors import ParameterError
 
@@ -21,12 +20,9 @@ VARIABLE: Final = "LOGPROBE_KERNELS"
 
 
 @functools.cache
-def declarations() -> FFI:
-    """Return the declarations of the structs and functions in `native/kernels.h`."""
-    header = (FOLDER / "kernels.h").read_text(encoding="utf-8")
-    ffi = FFI()
-    ffi.cdef("".join(line for line in header.splitlines(keepends=True) if not line.startswith("#")))
-    return ffi
+def declarations() -> Any:
+    """Return cffi's `FFI` with the structs and functions of `native/kernels.h`, written by the build."""
+    return importlib.import_module("logprobe.kernels._native.declarations").ffi
 
 
 class Library:

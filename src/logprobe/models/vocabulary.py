@@ -149,19 +149,24 @@ def _steps(decoder: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _alphabet() -> dict[int, int]:
-    """Return a map from the 256 characters in byte-level pieces to bytes: the inverse of GPT-2's table."""
+    """Return a map from characters of byte-level pieces to Latin-1's: the inverse of GPT-2's table.
+
+    The Latin-1 characters that such pieces do not have are mapped to one outside Latin-1.
+    """
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     shifted = [byte for byte in range(256) if byte not in set(plain)]
-    return {byte: byte for byte in plain} | {256 + place: byte for place, byte in enumerate(shifted)}
+    return dict.fromkeys(shifted, 0xFFFF) | {256 + place: byte for place, byte in enumerate(shifted)}
 
 
-_BYTE_OF_CHARACTER: Final = _alphabet()
+_LATIN_1: Final = _alphabet()
 
 
 def _from_byte_level(piece: str) -> bytes:
+    if piece.isascii():  # the same in the alphabet and literally
+        return piece.encode()
     try:
-        return bytes([_BYTE_OF_CHARACTER[ord(character)] for character in piece])
-    except KeyError:
+        return piece.translate(_LATIN_1).encode("latin-1")
+    except UnicodeEncodeError:
         # A piece with other characters is taken literally, as the tokenizer's decoder does.
         return piece.encode()
 
