@@ -49,8 +49,9 @@ BEGIN, END = "<!-- begin: benchmarks/report.py -->\n", "<!-- end: benchmarks/rep
 
 README_OPENING = """
 Medians on two CPU cores, with `smollm2` or, where marked "1.2B", a model with 1.2 billion randomly
-initialized parameters. Above 1 x, logprobe is faster. "vLLM best" is vLLM with the fastest of the settings
-that were measured.
+initialized parameters. A ratio is the median of the ratios of single rounds, so it can differ from the ratio
+of the two medians; above 1 x, logprobe is faster. "vLLM best" is vLLM with the fastest of the settings that
+were measured.
 [Performance](docs/performance.md) has all tasks and explains the measurements.
 
 """
