@@ -24,8 +24,8 @@ OPENING = f"""# Performance
 
 Each row compares logprobe on a CPU with the best of the other libraries that were measured. The model is
 `{DEFAULT_MODEL}` (SmolLM2-135M-Instruct, Q4_1); rows that start with "1.2B" use a model of 1.2 billion random
-weights. A ratio above 1 means that logprobe is better, whether the unit counts up or down. The lowest and the
-highest ratio of single rounds are in parentheses. Figures for a GPU are on the page about [NVIDIA GPUs](gpu.md).
+weights. A ratio above 1 means that logprobe is better, whether the unit counts up or down. The lowest and
+highest ratios of single rounds are in parentheses. Figures for a GPU are on [NVIDIA GPUs](gpu.md).
 
 """
 
