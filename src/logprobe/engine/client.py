@@ -182,8 +182,10 @@ class Client:
         Cancellation aborts the requests. With `follow`, every request must have one sample and `logprobs`.
         """
         requests = [admission.request for admission in admitted]
-        with nullcontext() if watch is None else watch(requests) as advance:
-            self.engine.submit(admitted)
+        with (
+            nullcontext() if watch is None else watch(requests) as advance,
+            self.engine.submitted(admitted),
+        ):
             return await asyncio.gather(
                 *(self._follow(request.request_id, advance, follow) for request in requests)
             )

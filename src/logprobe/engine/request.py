@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-import uuid
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+from logprobe import runtime
 from logprobe.errors import ParameterError, PromptTooLongError, require
 from logprobe.records.fields import Field, fields_of
 from logprobe.records.forms.html import shaded
@@ -177,7 +177,7 @@ class Requests:
 
     def __init__(self, engine: Admitting, call: str = "", caller: str = "") -> None:
         self._engine, self._call, self._caller = engine, call, caller
-        self._prefix = uuid.uuid4().hex[:12]
+        self._prefix = runtime.uuid4().hex[:12]
         self._numbers = itertools.count()
 
     def of_one_call(self, caller: str = "") -> Requests:

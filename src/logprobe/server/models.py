@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import Counter
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from logprobe import runtime
 from logprobe.engine.backends.start import start_engine
 from logprobe.engine.forward.system_limits import MAX_DEFAULT_BYTES, free_bytes
 from logprobe.errors import LogprobeError, require
@@ -153,7 +153,7 @@ class Models(ServerState):
 
     def _leave(self, name: str) -> None:
         self._num_users[name] -= 1
-        self._left_s[name] = time.monotonic()
+        self._left_s[name] = runtime.monotonic()
 
     async def _named_by(self, request: HttpRequest, caller: str) -> str | None:
         """Return the model name in a request's query or body; None without one or if the body is invalid."""

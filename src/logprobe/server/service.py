@@ -428,10 +428,10 @@ class Service:
         Raises:
             LogprobeError: a request failed; the others were aborted.
         """
-        self.engine.submit(admitted)
         try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._result(request)) for request in admitted]
+            with self.engine.submitted(admitted):
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(self._result(request)) for request in admitted]
         except BaseExceptionGroup as errors:
             first = errors.exceptions[0]
             raise first from first.__cause__  # keep the cause, which tells client errors from ours
@@ -483,15 +483,15 @@ class Service:
         Raises:
             LogprobeError: a request failed.
         """
-        self.engine.submit(admitted)
-        tasks = deque(asyncio.create_task(self._result(request)) for request in admitted)
-        try:
-            while tasks:
-                yield await tasks.popleft()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        with self.engine.submitted(admitted):
+            tasks = deque(asyncio.create_task(self._result(request)) for request in admitted)
+            try:
+                while tasks:
+                    yield await tasks.popleft()
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
 
     async def rows(self, requests: Requests, prefixes: Sequence[IntArray], lora: str | None) -> list[Row]:
         """Return the next-token log-probabilities, (vocab_size,) nats each, after prefixes.

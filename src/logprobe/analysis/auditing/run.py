@@ -15,9 +15,8 @@ from logprobe.analysis.auditing.circumstances import Circumstances
 from logprobe.analysis.auditing.compare import Comparison
 from logprobe.analysis.auditing.endpoint import Connection, Endpoint
 from logprobe.analysis.auditing.forms import CHAT_FORMS, PROMPT_FORMS, Ask, Reply
-from logprobe.analysis.auditing.reference import Reference
 from logprobe.analysis.auditing.report import MAX_TEXT, AuditReport, Findings
-from logprobe.analysis.auditing.rows import Reader
+from logprobe.analysis.auditing.rows import Reader, Reference
 from logprobe.analysis.auditing.session import Session
 from logprobe.analysis.auditing.tokens import Tokens
 from logprobe.errors import require

@@ -9,7 +9,7 @@ from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
-from logprobe.engine.forward.decoder import Decoder
+from logprobe.engine.forward.cpu.decoder import Decoder
 from logprobe.engine.forward.device import choose_device, on_device
 from logprobe.engine.forward.kv_cache import KVPool
 from logprobe.engine.forward.load import make_ready
@@ -217,7 +217,7 @@ class NativeForward:
         if self._is_native:
             assert self._memory is not None
             return self._memory.take(shape, dtype)
-        from logprobe.engine.forward.tensors import new_zeros
+        from logprobe.engine.forward.torch.tensors import new_zeros
 
         return new_zeros(shape, dtype, self.device, self._memory)
 
@@ -266,7 +266,7 @@ class NativeForward:
         """
         if self._is_native:
             return self.hidden[slots]
-        from logprobe.engine.forward.tensors import rows_of
+        from logprobe.engine.forward.torch.tensors import rows_of
 
         return rows_of(self.hidden, slots)
 
@@ -277,7 +277,7 @@ class NativeForward:
         """
         if self._is_native:
             return self.decoder.head(as_array(hidden), lora)
-        from logprobe.engine.forward.tensors import logits_of
+        from logprobe.engine.forward.torch.tensors import logits_of
 
         return logits_of(self.decoder, hidden, lora)
 
