@@ -292,10 +292,14 @@ def _check_named_ids(params: SamplingParams, num_prompt: int, vocab_size: int) -
         return
     if params.prompt_logprobs is None:
         fits = len(ids) <= params.max_tokens
-        require(fits, name, f"has {len(ids)} lists for at most {params.max_tokens} tokens (max_tokens)")
+        require(
+            fits,
+            name,
+            f"has {len(ids)} lists, but at most {params.max_tokens} tokens are generated (max_tokens)",
+        )
         return
     is_whole = len(ids) == num_prompt
-    require(is_whole, name, f"has {len(ids)} lists for {num_prompt} prompt tokens; give one for each")
+    require(is_whole, name, f"has {len(ids)} lists for {num_prompt} prompt tokens; give one per token")
     remedy = "must have an empty list for the first prompt token, which has no prediction"
     require(not len(ids[0]), name, remedy)
 

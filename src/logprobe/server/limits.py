@@ -104,7 +104,7 @@ def check_count(settings: ServerSettings, limit: str, param: str, count: int, of
     """
     most = getattr(settings, limit)
     if count > most and most != -1:
-        raise bad_request(param, f"has {count} {of}; at most {most} ({limit})")
+        raise bad_request(param, f"has {count} {of}, but at most {most} are allowed ({limit})")
 
 
 def check_values(settings: ServerSettings, data: bytes) -> None:

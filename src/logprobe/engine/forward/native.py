@@ -145,7 +145,8 @@ class NativeForward:
         self.num_slots = kv_bytes // slot_bytes
         if self.num_slots < 2:
             raise ParameterError(
-                "kv_cache_memory_bytes", f"one token takes {slot_bytes} bytes, and two must fit; raise it"
+                "kv_cache_memory_bytes",
+                f"is too small: one token takes {slot_bytes} bytes, and at least two must fit; raise it",
             )
         self._memory = _reserve(kv_bytes) if self.device == "cpu" else None
         if self.device != "cpu":
