@@ -99,7 +99,11 @@ class Models(ServerState):
             require(self._sizes[name] <= self._room, "also_model", f"{what}; {remedy}")
         for name in self.settings.preload:
             near = " or ".join(map(repr, self.further)) or "none; add it with also_model"
-            require(name in self.further, "preload", f"{name!r} is not a further model; known: {near}")
+            require(
+                name in self.further,
+                "preload",
+                f"{name!r} is not a model of --also-model or [models]; known: {near}",
+            )
         needed = sum(self._sizes[name] for name in set(self.settings.preload))
         what = f"the models need {in_words(needed)}, but further models may use {in_words(self._room)}"
         require(needed <= self._room, "preload", f"{what}; preload fewer, or raise max_models_bytes")

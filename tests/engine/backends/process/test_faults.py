@@ -419,5 +419,5 @@ def test_a_fork_is_refused_at_once_and_leaves_the_engine_to_its_parent(
     )
     assert told.returncode == 0, told.stderr
     child, parent = told.stdout.splitlines()
-    assert "does not work in a fork" in child
+    assert "cannot be used in a forked process" in child
     assert parent == "parent: goes on"
