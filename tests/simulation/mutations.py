@@ -156,8 +156,8 @@ MUTATIONS = (
     Mutation(
         "tokens that a preempted sample leaves are planned again (a fault that was found)",
         SCHEDULER,
-        "if self.num_preempted > num_preempted and not sample.has_tail:",
-        "if False:",
+        "if self.num_preempted > num_preempted and",
+        "if False and",
     ),
     Mutation(
         "requests whose readers never began are kept (a fault that was found)",

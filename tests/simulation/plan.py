@@ -160,8 +160,12 @@ class _Drawer:
     def plan(self, fixed: dict[str, Any]) -> Plan:
         rng = self._rng
         has_twins = rng.random() < 0.2
-        twins = {"letters": 1, "num_slots": rng.choice([12, 16, 24])} if has_twins else {}
-        settings = self._settings(twins | fixed)
+        twins = {
+            "letters": 1,
+            "num_slots": rng.choice([16, 24, 32]),
+            "max_num_batched_tokens": rng.choice([3, 4, 6]),
+        }
+        settings = self._settings((twins if has_twins else {}) | fixed)
         events: list[Event] = []
         kinds = [
             kind for kind in ("lora", "swap", "control", "leave", "fault", "close") if rng.random() < 0.45
@@ -275,12 +279,12 @@ class _Drawer:
         """Requests whose prompts begin, or go on with, what others generate, in too small a cache."""
         rng, events = self._rng, []
         params = {"max_tokens": 30, "temperature": 0, "seed": 0, "ignore_eos": True}
-        for _ in range(rng.choice([3, 6])):
+        for _ in range(rng.choice([4, 8])):
             self._names.append(f"ask{len(self._names)}")
             ask = Ask(
                 at=self._at(),
                 name=self._names[-1],
-                prompts=((97,) * rng.choice([2, 4, 8, 11]),),
+                prompts=(rng.choice([(97,) * 2, (97,) * rng.randint(4, 14), (98,), (99,)]),),
                 params=params | {"n": rng.choice([1, 1, 2])},
                 streams=True,
                 buffer_rows=rng.choice([1, 3, 64]),
