@@ -154,12 +154,6 @@ MUTATIONS = (
         "        return None",
     ),
     Mutation(
-        "tokens that a preempted sample leaves are planned again (a fault that was found)",
-        SCHEDULER,
-        "if self.num_preempted > num_preempted and",
-        "if False and",
-    ),
-    Mutation(
         "requests whose readers never began are kept (a fault that was found)",
         "engine/front.py",
         "                if is_unread:\n",

@@ -271,6 +271,7 @@ class WatchedFront(Front):
 
     def __init__(self, core: Any, world: World) -> None:
         self._world = world
+        self._num_late: Counter[str] = Counter()  # rows that came after a pause, by request
         super().__init__(core, text_edge().vocabulary)
 
     def _publish(self, events: Iterable[Event]) -> None:
@@ -282,10 +283,14 @@ class WatchedFront(Front):
             self._world.require(
                 not is_old, f"{event.request_id}: old weights after the swap was acknowledged"
             )
+        for event in events:
+            inbox = self._streams._inboxes.get(event.request_id)
+            is_late = inbox is not None and inbox.published and isinstance(event, Delta)
+            late = self._num_late[event.request_id] + len(event.token_ids) if is_late else 0
+            self._num_late[event.request_id] = late
+            most = MAX_LATE_STEPS * self._world.most_rows(event.request_id)
+            self._world.require(late <= most, f"{late} rows for {event.request_id} while it was paused")
         super()._publish(events)
-        for inbox in list(self._streams._inboxes.values()):
-            most = inbox.buffer_size + MAX_LATE_STEPS * self._world.most_rows(inbox.req_id)
-            self._world.require(inbox.num_rows <= most, f"{inbox.num_rows} rows wait for {inbox.req_id}")
 
 
 class World:

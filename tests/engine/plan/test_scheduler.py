@@ -95,7 +95,7 @@ def test_generated_tokens_are_known_to_the_next_request(new_engine: Callable[...
 def test_a_prompt_that_preempts_the_text_it_repeats_finds_the_tokens_of_that_text(
     new_engine: Callable[..., Any], assert_same: Callable[..., None]
 ) -> None:
-    """A preempted text enters the tree between the search for the prompt's next tokens and their insertion."""
+    """A preempted text enters the tree between the search for the prompt's tokens and their insertion."""
     engine = new_engine(32, max_num_batched_tokens=4, max_num_seqs=8)
     text = engine.submit("text", [5, 6], max_tokens=14, **GREEDY)
     for index in range(2):
