@@ -15,11 +15,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from logprobe.engine.forward.attention import all_attention_paths, attend, plan_attention
-from logprobe.engine.forward.experts import Experts
 from logprobe.engine.forward.families import FAMILIES
 from logprobe.engine.forward.kv_cache import KVPool
 from logprobe.engine.forward.launch import MAX_ROWS, HostOperation, Launches, Step
-from logprobe.engine.forward.linear import HALVES, GatedPanels, Linear, embedded, split_columns, state_of
+from logprobe.engine.forward.linear import (
+    HALVES,
+    Experts,
+    GatedPanels,
+    Linear,
+    embedded,
+    split_columns,
+    state_of,
+)
 from logprobe.engine.forward.lora import LoraRows
 from logprobe.errors import UnsupportedModelError
 from logprobe.kernels.attention.api import ScoreRule
