@@ -14,10 +14,10 @@ import torch
 from bench_processors import ms_of
 from harness import OURS, Figure, Measure, Options, alternate, parse_options, publish
 
-from logprobe.engine.forward.attention import is_short
+from logprobe.engine.forward.cpu.attention import is_short
+from logprobe.engine.forward.cpu.linear import Linear
 from logprobe.engine.forward.kv_cache import KVPool
-from logprobe.engine.forward.linear import Linear
-from logprobe.engine.forward.transformers_attention import TensorChunk, TensorPlan, attend
+from logprobe.engine.forward.torch.transformers_attention import TensorChunk, TensorPlan, attend
 from logprobe.kernels.attention.api import RowPlanBuilder, ScoreRule
 from logprobe.kernels.layers.forms import pack_floats
 from logprobe.kernels.layers.rows import norm_stage

@@ -165,9 +165,9 @@ class Ours:
         self, module: Any, num_texts: int, text_len: int, arithmetic: str = "bf16x3", seed: int | None = None
     ) -> None:
         """`seed` scatters the slots over the pool; None: one text after the other."""
-        from logprobe.engine.forward.cuda.build import cuda_decoder
-        from logprobe.engine.forward.cuda.plan import SpanPlan
-        from logprobe.engine.forward.transformers_proof import TransformersProof
+        from logprobe.engine.forward.torch.cuda.build import cuda_decoder
+        from logprobe.engine.forward.torch.cuda.plan import SpanPlan
+        from logprobe.engine.forward.torch.transformers_proof import TransformersProof
         from logprobe.models.lazy import LazyModel
 
         with torch.inference_mode():

@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from decoders import EXPERTS, NATIVE, TRANSFORMERS, hidden, loaded, logprobs, spread_out
 from families.tiny import model_of
 from families.trials import load
-from logprobe.engine.forward import decoder as decoder_module
+from logprobe.engine.forward.cpu import decoder as decoder_module
 from logprobe.errors import UnsupportedModelError
 from logprobe.models import resolve
 from logprobe.models.loading import load_state

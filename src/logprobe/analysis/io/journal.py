@@ -383,7 +383,7 @@ class Journal(Generic[S]):
         for part in self._all_parts():
             with _reading(part), pq.ParquetFile(part) as file:
                 if not file.schema_arrow.equals(self._schema):
-                    raise InputError(f"{part}: has different columns than this run; {BEGIN_ANEW}")
+                    raise InputError(f"{part}: its columns differ from those of this run; {BEGIN_ANEW}")
                 for batch in file.iter_batches(batch_size=ROWS_A_PIECE, columns=columns):
                     yield pa.Table.from_batches([batch])
 

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from logprobe.engine.forward.cuda.decoder import CudaDecoder
-    from logprobe.engine.forward.decoder import Decoder
+    from logprobe.engine.forward.cpu.decoder import Decoder
     from logprobe.engine.forward.kv_cache import KVPool
-    from logprobe.engine.forward.transformers_decoder import TransformersDecoder
+    from logprobe.engine.forward.torch.cuda.decoder import CudaDecoder
+    from logprobe.engine.forward.torch.transformers_decoder import TransformersDecoder
 
     AnyDecoder = Decoder | TransformersDecoder | CudaDecoder
 

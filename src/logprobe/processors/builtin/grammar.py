@@ -162,7 +162,11 @@ def grammar_of(args: GrammarArgs) -> str:
         ParameterError: no constraint is set, or several are, the schema is not JSON, or a limit is exceeded.
     """
     forms = [name for name in GrammarArgs.__struct_fields__ if getattr(args, name) not in (None, False)]
-    require(len(forms) == 1, "grammar", f"needs exactly one form, got {', '.join(forms) or 'none'}")
+    require(
+        len(forms) == 1,
+        "grammar",
+        f"needs exactly one of its arguments, such as regex or json_schema, got {', '.join(forms) or 'none'}",
+    )
     _check_size(forms[0], getattr(args, forms[0]))
     matcher = _llguidance().LLMatcher
     if args.regex is not None:

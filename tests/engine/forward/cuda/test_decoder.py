@@ -16,13 +16,13 @@ pytest.importorskip("triton", reason="Triton has no build for this platform")
 
 from families.tiny import model_of
 from logprobe.config import EngineConfig
-from logprobe.engine.forward.cuda.build import cuda_decoder, parameters
-from logprobe.engine.forward.cuda.decoder import CudaDecoder, by_pieces
-from logprobe.engine.forward.cuda.plan import SpanPlan
+from logprobe.engine.forward.cpu.native_decoder import module_frequencies
 from logprobe.engine.forward.families import FAMILIES
 from logprobe.engine.forward.native import NativeForward
-from logprobe.engine.forward.native_decoder import module_frequencies
-from logprobe.engine.forward.transformers_proof import TransformersProof, described
+from logprobe.engine.forward.torch.cuda.build import cuda_decoder, parameters
+from logprobe.engine.forward.torch.cuda.decoder import CudaDecoder, by_pieces
+from logprobe.engine.forward.torch.cuda.plan import SpanPlan
+from logprobe.engine.forward.torch.transformers_proof import TransformersProof, described
 from logprobe.errors import ParameterError, UnsupportedModelError
 from logprobe.kernels.layers.forms import PanelWeights, empty_panels, fill_blocks
 from logprobe.kernels.layers.layout import INT4, INT8
@@ -271,7 +271,7 @@ def test_an_error_of_the_decoder_is_not_taken_for_other_logits(monkeypatch: pyte
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("a fault of the kernel")
 
-    monkeypatch.setattr("logprobe.engine.forward.cuda.decoder.norm", fail)
+    monkeypatch.setattr("logprobe.engine.forward.torch.cuda.decoder.norm", fail)
     with pytest.raises(RuntimeError, match="a fault of the kernel"):
         loaded(model_of("llama"))
 

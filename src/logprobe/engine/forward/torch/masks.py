@@ -13,13 +13,13 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from logprobe.engine.forward.transformers_attention import check_call, score_rule, sees
+from logprobe.engine.forward.torch.transformers_attention import check_call, score_rule, sees
 from logprobe.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from logprobe.engine.forward.transformers_attention import CurrentStep
+    from logprobe.engine.forward.torch.transformers_attention import CurrentStep
 
 NAME = "logprobe_masks"
 

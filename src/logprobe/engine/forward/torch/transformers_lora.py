@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import nn
 
-from logprobe.engine.forward.lora import LoraRows
-from logprobe.engine.forward.transformers_linear import PanelEmbedding, PanelLinear
+from logprobe.engine.forward.cpu.lora import LoraRows
+from logprobe.engine.forward.torch.transformers_linear import PanelEmbedding, PanelLinear
 from logprobe.kernels.placement import as_tensor
 
 if TYPE_CHECKING:

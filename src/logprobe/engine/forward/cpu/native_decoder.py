@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from logprobe.engine.forward.config import DecoderSpec, Rule
-from logprobe.engine.forward.decoder import Decoder
+from logprobe.engine.forward.cpu.decoder import Decoder
 from logprobe.engine.forward.families import FAMILIES
 from logprobe.engine.forward.reference.model import decoder_name, head_name
 from logprobe.engine.forward.reference.rotary import ORIGINAL_LEN, attention_factor

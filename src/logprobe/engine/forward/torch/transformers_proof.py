@@ -12,14 +12,14 @@ import torch
 import transformers
 from transformers import AttentionInterface
 
-from logprobe.engine.forward import masks
 from logprobe.engine.forward.config import Rule
+from logprobe.engine.forward.cpu.native_decoder import describe
 from logprobe.engine.forward.families import FAMILIES
-from logprobe.engine.forward.native_decoder import describe
 from logprobe.engine.forward.proof import Proof, Reference, special_ids
 from logprobe.engine.forward.rope import original_lengths, rope_boundary
-from logprobe.engine.forward.transformers_attention import NAME, CurrentStep, pooled_attention
-from logprobe.engine.forward.transformers_decoder import WatchedRun
+from logprobe.engine.forward.torch import masks
+from logprobe.engine.forward.torch.transformers_attention import NAME, CurrentStep, pooled_attention
+from logprobe.engine.forward.torch.transformers_decoder import WatchedRun
 from logprobe.errors import UnsupportedModelError, in_one_line
 from logprobe.models.config_files import parse_config
 from logprobe.models.lazy import LOAD_ELSEWHERE
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from logprobe.engine.forward.config import DecoderSpec
-    from logprobe.engine.forward.transformers_decoder import DecoderPlace
+    from logprobe.engine.forward.torch.transformers_decoder import DecoderPlace
     from logprobe.models.lazy import LazyModel
 
 # transformers' names of the supported layer types. Layers of other types select or compress their context,

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from logprobe.engine.forward.cpu.native_decoder import module_frequencies
 from logprobe.engine.forward.families import FAMILIES
-from logprobe.engine.forward.native_decoder import module_frequencies
-from logprobe.engine.forward.transformers_proof import described
+from logprobe.engine.forward.torch.transformers_proof import described
 from logprobe.errors import UnsupportedModelError
 from logprobe.kernels.placement import as_tensor
 from logprobe.models.sources import made_ahead
 
 if TYPE_CHECKING:
-    from logprobe.engine.forward.cuda.decoder import CudaDecoder, Weight
-    from logprobe.engine.forward.transformers_proof import TransformersProof
+    from logprobe.engine.forward.torch.cuda.decoder import CudaDecoder, Weight
+    from logprobe.engine.forward.torch.transformers_proof import TransformersProof
     from logprobe.models.lazy import LazyModel
     from logprobe.models.sources import Source
 
@@ -45,7 +45,7 @@ def cuda_decoder(
     """
     if find_spec("triton") is None:
         return "the GPU decoder needs Triton; install logprobe[cuda]"
-    from logprobe.engine.forward.cuda.decoder import CudaDecoder
+    from logprobe.engine.forward.torch.cuda.decoder import CudaDecoder
 
     spec = described(model.module, proof)
     if isinstance(spec, str):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
-from logprobe.engine.forward.attention import AttentionPlan, by_rows, chunked
+from logprobe.engine.forward.cpu.attention import AttentionPlan, by_rows, chunked
 from logprobe.errors import UnsupportedModelError
 from logprobe.kernels.arrays import as_array
 from logprobe.kernels.attention.api import ScoreRule, attend_rows

@@ -14,11 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from logprobe.engine.forward.attention import all_attention_paths, attend, plan_attention
-from logprobe.engine.forward.families import FAMILIES
-from logprobe.engine.forward.kv_cache import KVPool
-from logprobe.engine.forward.launch import MAX_ROWS, HostOperation, Launches, Step
-from logprobe.engine.forward.linear import (
+from logprobe.engine.forward.cpu.attention import all_attention_paths, attend, plan_attention
+from logprobe.engine.forward.cpu.launch import MAX_ROWS, HostOperation, Launches, Step
+from logprobe.engine.forward.cpu.linear import (
     HALVES,
     Experts,
     GatedPanels,
@@ -27,7 +25,9 @@ from logprobe.engine.forward.linear import (
     split_columns,
     state_of,
 )
-from logprobe.engine.forward.lora import LoraRows
+from logprobe.engine.forward.cpu.lora import LoraRows
+from logprobe.engine.forward.families import FAMILIES
+from logprobe.engine.forward.kv_cache import KVPool
 from logprobe.errors import UnsupportedModelError
 from logprobe.kernels.attention.api import ScoreRule
 from logprobe.kernels.layers.panels import panel_stage
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from logprobe.engine.forward.attention import AttentionPlan
     from logprobe.engine.forward.config import DecoderSpec
+    from logprobe.engine.forward.cpu.attention import AttentionPlan
+    from logprobe.engine.forward.cpu.launch import Attend, Operation
     from logprobe.engine.forward.families import ExpertFacts
-    from logprobe.engine.forward.launch import Attend, Operation
-    from logprobe.engine.protocol import StepBatch
+    from logprobe.engine.protocol import Capture, StepBatch
     from logprobe.kernels.arrays import Array
     from logprobe.kernels.layers.forms import PanelWeights
     from logprobe.kernels.stages import Stage
@@ -255,7 +255,13 @@ class Decoder:
         return all_attention_paths(pool, prompts)
 
     def __call__(
-        self, token_ids: NDArray[Any], positions: NDArray[Any], plan: AttentionPlan, *, is_long: bool = False
+        self,
+        token_ids: NDArray[Any],
+        positions: NDArray[Any],
+        plan: AttentionPlan,
+        *,
+        is_long: bool = False,
+        capture: Capture | None = None,
     ) -> Array:
         """Run packed tokens; return their final hidden states, (num_tokens, hidden size) float32.
 
@@ -264,12 +270,15 @@ class Decoder:
             positions: (num_tokens,) integers, position of each token in its text.
             plan: KV cache slot of each token, and the context that the token attends to.
             is_long: use the long rotary frequencies (longrope).
+            capture: activations to keep; such a step is not recorded.
         """
         ids, places = (array.astype(np.int64) for array in (token_ids, positions))
-        if self.launches is not None and not self.loras.groups and self.launches.can_run(plan):
-            return self.launches.run(ids, places, plan, is_long=is_long)
+        launches = None if self.loras.groups or capture is not None else self.launches
+        if launches is not None and launches.can_run(plan):
+            return launches.run(ids, places, plan, is_long=is_long)
         step = self.new_step(len(ids), plan.pool)
         step.slots, step.loras = plan.slots, self.loras if self.loras.groups else None
+        step.capture = capture
         self.fill(step, ids, places, is_long=is_long)
         for operation in self.operations(step, partial(_attend_by, plan)):
             operation.run()
@@ -287,6 +296,12 @@ class Decoder:
         if factors.softcap is not None:
             softcap_stage(logits, factors.softcap).run()
         return logits
+
+    def normed(self, hidden: Array) -> Array:
+        """Return the final norm of (rows, hidden size) float32 states."""
+        out = np.empty_like(hidden)
+        self.last_norm.stage(hidden, out).run()
+        return out
 
     def new_step(self, num_rows: int, pool: KVPool) -> Step:
         """Allocate the buffers for a step with `num_rows` rows."""
@@ -348,6 +363,8 @@ class Decoder:
         """Return the operations of a step in order, without running them."""
         operations: list[Operation] = []
         for layer in self.layers:
+            if step.capture is not None and layer.index in step.capture.layers:
+                operations.append(HostOperation(partial(step.capture.keep, layer.index, step.hidden)))
             operations += self._layer_operations(layer, step, attend)
         operations.append(self.last_norm.stage(step.hidden, step.normed))
         return operations
@@ -363,7 +380,8 @@ class Decoder:
             mlp_input, norms = _normed(layer.before_mlp, step.hidden, step.normed)
             operations += norms
         if layer.experts is not None:
-            operations.append(HostOperation(partial(layer.experts.add_, step.hidden, mlp_input)))
+            route = None if step.capture is None else partial(step.capture.route, self._expert_place(layer))
+            operations.append(HostOperation(partial(layer.experts.add_, step.hidden, mlp_input, route)))
         if layer.mlp is not None and layer.shared_gate is not None:
             operations += _shared_expert_operations(layer.mlp, layer.shared_gate, mlp_input, step)
         elif layer.mlp is not None:
@@ -371,6 +389,10 @@ class Decoder:
             operations += _inner_operations(mlp, mlp_input, inner, step)
             operations += self._add_operations(mlp.down, mlp.down_name, inner, layer.after_mlp, step)
         return operations
+
+    def _expert_place(self, layer: Layer) -> int:
+        """Return the number of a layer with experts, counting only such layers."""
+        return sum(before.experts is not None for before in self.layers[: layer.index])
 
     def _attention_operations(self, layer: Layer, x: Array, step: Step, attend: Attend) -> list[Operation]:
         operations: list[Operation] = [*layer.projection.stages(x, step.projected)]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 
-from logprobe.engine.forward.cuda.plan import StepArrays
+from logprobe.engine.forward.torch.cuda.plan import StepArrays
 from logprobe.kernels.triton.attention import Tiles
 
 if TYPE_CHECKING:
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from logprobe.engine.forward.cuda.plan import SpanPlan
     from logprobe.engine.forward.kv_cache import KVPool
+    from logprobe.engine.forward.torch.cuda.plan import SpanPlan
 
 ROWS: Final = (1, 2, 4, 8, 16, 32, 64, 128)
 MIN_KEYS: Final = 512

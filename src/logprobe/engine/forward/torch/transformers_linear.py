@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from logprobe.engine.forward.linear import Linear, dense, embedded, matrices_of_parameters
+from logprobe.engine.forward.cpu.linear import Linear, dense, embedded, matrices_of_parameters
 from logprobe.kernels.arrays import as_array
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from logprobe.engine.forward.linear import Matrix
+    from logprobe.engine.forward.cpu.linear import Matrix
     from logprobe.kernels.layers.forms import PanelWeights
 
 

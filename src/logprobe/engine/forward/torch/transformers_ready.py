@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from logprobe.engine.forward.native_decoder import native_decoder, vectors_of
+from logprobe.engine.forward.cpu.native_decoder import native_decoder, vectors_of
 from logprobe.engine.forward.ready import NUM_READS, panels_of, ready_model, stored_model
 from logprobe.engine.forward.rope import follow_steps_
 from logprobe.engine.forward.system_limits import check_memory
-from logprobe.engine.forward.transformers_decoder import TransformersDecoder
-from logprobe.engine.forward.transformers_linear import matrices_of, use_panels_
-from logprobe.engine.forward.transformers_proof import TransformersProof, described, refusing
+from logprobe.engine.forward.torch.transformers_decoder import TransformersDecoder
+from logprobe.engine.forward.torch.transformers_linear import matrices_of, use_panels_
+from logprobe.engine.forward.torch.transformers_proof import TransformersProof, described, refusing
 from logprobe.models import load_model
 from logprobe.models.folder import reading_errors
 from logprobe.models.lazy import LazyModel
@@ -90,7 +90,7 @@ def load_on_gpu(
     if dtype not in {None, "float32"}:
         return "the GPU decoder computes float32 logits, and another dtype was requested"
     with quiet_transformers():
-        from logprobe.engine.forward.cuda.build import cuda_decoder
+        from logprobe.engine.forward.torch.cuda.build import cuda_decoder
 
         with reading_errors(files.name):
             model = load_lazily(files, state)
