@@ -142,9 +142,10 @@ test-clients: $(VENV)/.test  ## client libraries of the server, unchanged, each 
 	$(BIN)/python -m pytest -q -rP tests/clients
 
 .PHONY: test-trainers
-test-trainers: $(VENV)/.test  ## TRL's trainers, unchanged, against the server on a tiny model; TRL in an environment of its own
-	$(BIN)/python benchmarks/rivals/install.py trl
+test-trainers: $(VENV)/.test  ## TRL's trainers, unchanged, against the server on a tiny model, and Tinker's interface; each in an environment of its own
+	$(BIN)/python benchmarks/rivals/install.py trl tinker
 	$(BIN)/python -m pytest -q -rP tests/trainers
+	PYTHONPATH=src .rivals/tinker/bin/python -m pytest -q tests/integrations/test_tinker.py
 
 .PHONY: test-evaluators
 test-evaluators: $(VENV)/.test  ## Inspect, lighteval and lm-evaluation-harness, unchanged: our model in process and over HTTP beside their own on transformers
@@ -168,6 +169,11 @@ test-uncertainty: $(VENV)/.test  ## figures of answers against the code of lm-po
 MINUTES ?= 15
 torture: $(VENV)/.test  ## mixed requests for MINUTES=15 in every layout, with faults, and drawn numbers against scored ones
 	PYTHONPATH=tests:tests/torture:benchmarks:benchmarks/rivals $(BIN)/python benchmarks/torture.py --minutes $(MINUTES)
+
+.PHONY: simulate
+SECONDS ?= 60
+simulate: $(VENV)/.test  ## simulate the engine for SECONDS=60 from fresh seeds, or from SEED=...; a failure is printed as a test
+	PYTHONPATH=tests $(BIN)/python -m simulation --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
 .PHONY: test-ray
 test-ray: $(VENV)/.test  ## data sets on a real local Ray, an actor killed half way; installs the extra `ray`

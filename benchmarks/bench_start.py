@@ -32,13 +32,15 @@ from servers import MODEL_NAME, Program, our_program, serving, vllm_program
 from logprobe import LLM, SamplingParams
 
 LIBRARY = "logprobe, library"
-WANTED = (OURS, "vllm", "transformers")
+WANTED = (OURS, "vllm", "transformers", "llama_cpp")
 VLLM_SERVER = "vllm server"
-LIMIT_S = 2.0
-SERVER_LIMIT_S = 3.0
-LIMIT_MB = 450.0
+LIMIT_S = 0.6
+SERVER_LIMIT_S = 1.0
+LIMIT_MB = 220.0
 CLOSED = "logprobe, closed"
 TRANSFORMERS = "transformers float32"
+LLAMA_CPP_FORM = "q8_0"
+LLAMA_CPP = f"llama_cpp {LLAMA_CPP_FORM}"
 RESIDENT = "int(open('/proc/self/statm').read().split()[1]) * 4096 / 1e6"
 PROGRAMS = {
     OURS: f"""
@@ -56,6 +58,16 @@ tokenizer = AutoTokenizer.from_pretrained({{folder!r}})
 model = AutoModelForCausalLM.from_pretrained({{folder!r}}, dtype=torch.float32).eval()
 with torch.inference_mode():
     model(**tokenizer("The capital of France is", return_tensors="pt"))
+print({RESIDENT})
+""",
+    LLAMA_CPP: f"""
+import sys
+import xllamacpp
+params = xllamacpp.CommonParams()
+params.model.path = sys.prefix + "/weights.{LLAMA_CPP_FORM}.gguf"
+params.n_ctx = 2048
+server = xllamacpp.Server(params)
+server.handle_completions({{{{"prompt": "The capital of France is", "max_tokens": 1, "logprobs": 5}}}})
 print({RESIDENT})
 """,
 }
@@ -92,7 +104,7 @@ def figure(arena: Arena) -> Figure:
     labels = {
         LIBRARY if name == OURS else name: one
         for name, one in arena.labels(*WANTED).items()
-        if one[1] == "best" or name == OURS
+        if one[1] in {"best", LLAMA_CPP_FORM} or name == OURS
     }
     contestants: dict[str, Measure] = {OURS: lambda _: command_s(arena)}
     for name, one in labels.items():
@@ -111,7 +123,8 @@ def figure(arena: Arena) -> Figure:
 def resident_mb(arena: Arena, name: str) -> list[float]:
     """Megabytes that a program prints of itself, in a process of its own."""
     script = PROGRAMS[name].format(folder=str(arena.folder_of(name)))
-    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    python = RIVALS["llama_cpp"].python if name == LLAMA_CPP else sys.executable
+    done = subprocess.run([python, "-c", script], check=True, capture_output=True, text=True)
     return [float(line) for line in done.stdout.split()]
 
 
@@ -119,11 +132,14 @@ def memory_figure(arena: Arena) -> Figure:
     """Resident memory at the first token."""
     ours = [resident_mb(arena, OURS) for _ in range(min(arena.options.rounds, 3))]
     theirs = [resident_mb(arena, TRANSFORMERS)[0] for _ in ours]
+    samples = {OURS: [one[0] for one in ours], CLOSED: [one[1] for one in ours], TRANSFORMERS: theirs}
+    if "llama_cpp" in arena.options.rivals and RIVALS["llama_cpp"].is_installed:
+        samples[LLAMA_CPP] = [resident_mb(arena, LLAMA_CPP)[0] for _ in ours]
     return Figure(
         name="resident memory at the first token",
         unit="MB",
         better="lower",
-        samples={OURS: [one[0] for one in ours], CLOSED: [one[1] for one in ours], TRANSFORMERS: theirs},
+        samples=samples,
         targets=[Target(at_most=LIMIT_MB), Target(against=TRANSFORMERS, at_least=1 / 0.8)],
     )
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
+    from logprobe.analysis.confidence import FittedConfidence
     from logprobe.analysis.labels import Asked, Classification, Correction, Judgement, Labels, Plan
     from logprobe.analysis.lens import LogitLens
     from logprobe.analysis.members import FieldDistribution
@@ -378,6 +379,7 @@ class Model:
         *,
         correction: Correction = "none",
         content_free: Asked | None = None,
+        confidence: FittedConfidence | None = None,
         progress: bool = False,
     ) -> list[Classification]:
         """Return the probability of each label as the complete answer, with one classification per prompt.
@@ -395,6 +397,8 @@ class Model:
                 mean per token (Brown et al. 2020), and "calibrated" their ratio to the probabilities after a
                 content-free prompt (Zhao et al. 2021).
             content_free: the content-free prompt, in the same format as the prompts; the default is `N/A`.
+            confidence: a fit by `logprobe.analysis.calibrate` to results of the same model, prompt, labels
+                and correction; results then have `confidence`, its probabilities and set of labels.
             progress: show a progress bar on stderr.
 
         Raises:
@@ -412,6 +416,7 @@ class Model:
                 labels,
                 correction=correction,
                 content_free=content_free,
+                confidence=confidence,
             ),
             progress=progress,
         )

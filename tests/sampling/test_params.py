@@ -199,7 +199,7 @@ def test_lists_of_ids_are_read_at_once_as_one_by_one(ids: list[list[int]]) -> No
 
 @pytest.mark.parametrize("ids", [[[1], [True]], [[1], [1.5]], [[1], ["2"]], [[1], [[2]]], [[1], [None]]])
 def test_one_wrong_id_among_lists_is_refused_with_its_place(ids: list[list[Any]]) -> None:
-    with pytest.raises(ParameterError, match="at 1 is"):
+    with pytest.raises(ParameterError, match="item 1 is"):
         SamplingParams(logprobs=0, logprob_token_ids=ids)
 
 

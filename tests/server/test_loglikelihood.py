@@ -305,7 +305,7 @@ def test_own_ids_at_each_position_of_prompts_and_completions(server: Any) -> Non
             "loglikelihood",
             NAMED | {"logprob_token_ids": [[[3]], [5]]},
             "logprob_token_ids",
-            "1 lists for the 3 tokens",
+            "1 lists for a continuation of 3 tokens",
         ),
         (
             "loglikelihood",
@@ -443,7 +443,7 @@ def test_health_models_and_metrics(server: Any) -> None:
 
 
 def test_without_pyarrow_arrow_over_http_is_refused(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("logprobe.server.routes.loglikelihood.find_spec", lambda _: None)
+    monkeypatch.setattr("logprobe.server.http.replies.find_spec", lambda _: None)
     reply = httpx.post(
         f"{server.url}/v1/loglikelihood",
         json={"model": "tiny", "context": "a", "continuations": ["b"]},

@@ -17,6 +17,7 @@ from logprobe.server import reply, rows
 from logprobe.server.app import OPERATORS
 from logprobe.server.http import decode
 from logprobe.server.http.errors import ApiError
+from logprobe.server.http.replies import ARROW_TYPE
 from logprobe.server.http.workers import (
     MAX_JOBS,
     NUM_THREADS,
@@ -302,8 +303,8 @@ def test_answers_of_many_documents_are_written_in_a_worker(
 def test_a_score_as_arrow_is_written_in_a_worker_however_small(
     server: Any, threads: dict[str, set[str]]
 ) -> None:
-    headers = {"accept": loglikelihood.ARROW_TYPE}
+    headers = {"accept": ARROW_TYPE}
     asked = SMALL["/v1/loglikelihood"]
     reply = httpx.post(f"{server.url}/v1/loglikelihood", json=asked, headers=headers, timeout=PATIENCE_S)
-    assert reply.headers["content-type"] == loglikelihood.ARROW_TYPE
+    assert reply.headers["content-type"] == ARROW_TYPE
     assert threads["write"] == {WRITER}

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from logprobe.analysis.comparison import compare as compare
     from logprobe.analysis.comparison import compare_stored as compare_stored
     from logprobe.analysis.comparison import compare_with_stored as compare_with_stored
+    from logprobe.analysis.confidence import Confidence as Confidence
+    from logprobe.analysis.confidence import FittedConfidence as FittedConfidence
+    from logprobe.analysis.confidence import calibrate as calibrate
     from logprobe.analysis.datasets.run import Summary as Summary
     from logprobe.analysis.datasets.run import score_dataset as score_dataset
     from logprobe.analysis.datasets.settings import DataSettings as DataSettings
@@ -60,6 +63,7 @@ _HOMES = {
     "Baseline": ".baseline.models",
     "Classification": ".labels",
     "Comparison": ".comparison",
+    "Confidence": ".confidence",
     "ConformanceReport": ".auditing.conformance",
     "DataSettings": ".datasets.settings",
     "DistilSettings": ".distillation.settings",
@@ -67,6 +71,7 @@ _HOMES = {
     "Endpoint": ".auditing.endpoint",
     "Field": "logprobe.records.fields",
     "FieldDistribution": ".members",
+    "FittedConfidence": ".confidence",
     "Judgement": ".labels",
     "LogitLens": ".lens",
     "LowConfidence": ".uncertainty",
@@ -87,6 +92,7 @@ _HOMES = {
     "activations_to_arrow": ".activation_files",
     "audit": ".auditing.run",
     "binoculars": ".detection",
+    "calibrate": ".confidence",
     "check_conformance": ".auditing.conformance",
     "compare": ".comparison",
     "compare_rollouts": ".rollouts",

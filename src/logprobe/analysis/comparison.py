@@ -583,7 +583,7 @@ def compare_with_stored(
 def _of_rows(parts: Sequence[tuple[dict[str, Any], Sequence[float]]], num_bytes: int) -> Comparison:
     """Build a comparison from stored rows, each paired with the other model's token logprobs."""
     parts = [(row, logprobs) for row, logprobs in parts if row["token_ids"]]  # skip rows without tokens
-    require(parts, "files", "have no rows with tokens")
+    require(parts, "files", "have no rows with tokens; score them with tokens=True (--tokens)")
     logprobs_a = np.concatenate([row["token_logprobs"] for row, _ in parts]).astype(np.float64)
     logprobs_b = np.concatenate([logprobs for _, logprobs in parts]).astype(np.float64)
     text_indices, positions = _places((row["row"], 1, len(row["token_ids"])) for row, _ in parts)

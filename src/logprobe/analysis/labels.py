@@ -28,6 +28,7 @@ from logprobe.text.prompts import is_prompt_dict, plain_prompt
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from logprobe.analysis.confidence import Confidence, FittedConfidence
     from logprobe.analysis.score import Score
     from logprobe.records.values import IntArray
     from logprobe.text.boundary import Boundary, Pair
@@ -68,6 +69,7 @@ class Classification:
     logprobs: Floats  # (L,) nats, log P(any of the label's texts | prompt), without correction
     corrected: Floats  # (L,) nats, `logprobs` after the correction, if any
     boundary: Boundary = "token"  # "bytes" if a token spans the end of the prompt and the start of a label
+    confidence: Confidence | None = None  # fitted probabilities, if a fit was given
 
     @property
     def probabilities(self) -> dict[str, float]:
@@ -145,6 +147,7 @@ def classify_plan(
     *,
     correction: Correction = "none",
     content_free: Asked | None = None,
+    confidence: FittedConfidence | None = None,
     read: ReadMessages | None = None,
 ) -> Plan[list[Classification]]:
     """Plan `LLM.classify`: pair each prompt, and then the content-free prompt, with each text of each label.
@@ -155,6 +158,8 @@ def classify_plan(
     require(correction in CORRECTIONS, "correction", known)
     named = texts_of(labels)
     texts = [text for texts in named.values() for text in texts]
+    if confidence is not None:
+        confidence.check_labels(tuple(named))
     is_calibrated = correction == "calibrated"
     remedy = "requires correction='calibrated'; set that, or leave it out"
     require(is_calibrated or content_free is None, "content_free", remedy)
@@ -164,10 +169,13 @@ def classify_plan(
     def sum_up(scores: Sequence[Score]) -> list[Classification]:
         each = _in_parts(scores, laid_out)
         base = _sums(each.pop(), named) if is_calibrated else None
-        return [
+        found = [
             _classified(of_prompt, named, correction, base, _boundary(pairs))
             for pairs, of_prompt in zip(laid_out[: len(each)], each, strict=True)
         ]
+        return (
+            found if confidence is None else [replace(one, confidence=confidence.apply(one)) for one in found]
+        )
 
     return Plan([pair for pairs in laid_out for pair in pairs], sum_up)
 
@@ -202,8 +210,8 @@ def _check_apart(owners: list[tuple[str, str]]) -> None:
     for (text, name), (other, other_name) in pairwise(sorted(owners, key=itemgetter(0))):
         if other.startswith(text):
             how = "equals" if text == other else "is a prefix of"
-            what = f"{text!r} ({name}) {how} {other!r} ({other_name}), so it would count for both"
-            raise ParameterError("labels", f"{what}; change it, for example by adding a full stop")
+            what = f"{text!r} ({name}) {how} {other!r} ({other_name}), so the second would count for both"
+            raise ParameterError("labels", f"{what}; change the first, for example by adding a full stop")
 
 
 def calibrated(found: Classification, base: Classification) -> Classification:
@@ -512,7 +520,7 @@ def _in_parts(scores: Sequence[Score], parts: Sequence[Sequence[Any]]) -> list[l
 def _checked_texts(texts: Sequence[Any], name: str) -> Sequence[str]:
     """Check that each element is a string that can be encoded as UTF-8, and return `texts`."""
     for text in texts:
-        require(isinstance(text, str), name, "must be a text, or texts", got=text)
+        require(isinstance(text, str), name, "must be a text or a list of texts", got=text)
         try:
             text.encode()
         except UnicodeEncodeError as error:

@@ -192,8 +192,10 @@ class Client:
         Cancellation aborts the requests. With `follow`, every request must have one sample and `logprobs`.
         """
         requests = [admission.request for admission in admitted]
-        with nullcontext() if watch is None else watch(requests) as advance:
-            self.engine.submit(admitted)
+        with (
+            nullcontext() if watch is None else watch(requests) as advance,
+            self.engine.submitted(admitted),
+        ):
             return await asyncio.gather(
                 *(self._follow(request.request_id, advance, follow) for request in requests)
             )
@@ -230,7 +232,11 @@ class Client:
             "must be a SamplingParams, or a list with one for each prompt",
             got=params,
         )
-        require(len(params) == count, "sampling_params", f"has {len(params)} values for {count} prompts")
+        require(
+            len(params) == count,
+            "sampling_params",
+            f"has {len(params)} items for {count} prompts; give one per prompt, or a single SamplingParams",
+        )
         return params
 
     def allowed_params(self, params: SamplingParams) -> SamplingParams:
@@ -246,7 +252,9 @@ class Client:
             require(is_few, name, f"must be between 0 and {self.max_logprobs} (max_logprobs), got {asked}")
         if self.lora is None or params.lora == self.lora:
             return params
-        remedy = f"is {params.lora!r}, but this view uses {self.lora!r}; use the LLM that it was made from"
+        remedy = (
+            f"is {params.lora!r}, but this model is with_lora({self.lora!r}); use the LLM without adapter"
+        )
         require(params.lora is None, "lora", remedy)
         return replace(params, lora=self.lora)
 

@@ -7,13 +7,13 @@ thread (`backends.thread`) drives the engine and passes commands to it.
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from logprobe import runtime
 from logprobe.engine.activations import StepActivations
 from logprobe.engine.durations import Durations
 from logprobe.engine.forward.process_memory import give_back_later_memory
@@ -82,10 +82,10 @@ class _Part:
         self._seconds, self._name, self._start = seconds, name, 0
 
     def __enter__(self) -> None:
-        self._start = time.perf_counter_ns()
+        self._start = runtime.perf_counter_ns()
 
     def __exit__(self, *_: object) -> None:
-        self._seconds[self._name] += (time.perf_counter_ns() - self._start) / 1e9
+        self._seconds[self._name] += (runtime.perf_counter_ns() - self._start) / 1e9
 
 
 class WeightSwap:
@@ -236,9 +236,9 @@ class Engine:
 
     def advance(self) -> StepDeltas:
         """Run the part of a step that the next step depends on; pass the result to `events_of`."""
-        began_s = time.perf_counter()
+        began_s = runtime.perf_counter()
         step = self._advance()
-        self._durations["step"].add(time.perf_counter() - began_s)
+        self._durations["step"].add(runtime.perf_counter() - began_s)
         return step
 
     def _advance(self) -> StepDeltas:
@@ -269,7 +269,7 @@ class Engine:
             step.others = self._swap_weights()
             return step
         self.scheduler.settle(plan)
-        self._retire(plan.touched)
+        self._retire()
         step.others = self._swap_weights()
         return step
 
@@ -434,10 +434,10 @@ class Engine:
             logits[indices] = part
         return logits
 
-    def _retire(self, samples: set[Sample]) -> None:
-        for sample in samples:
-            if sample.is_finished:
-                self.scheduler.release(sample)
+    def _retire(self) -> None:
+        """Release the samples that have ended, in an order that only depends on the requests."""
+        for sample in [sample for sample in self.scheduler.running if sample.is_finished]:
+            self.scheduler.release(sample)
 
     def _fail(self, plan: StepPlan, error: BaseException) -> StepDeltas:
         failed = self.scheduler.roll_back(plan)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-import uuid
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
+from logprobe import runtime
 from logprobe.errors import ParameterError, PromptTooLongError, require
 from logprobe.records.fields import Field, fields_of
 from logprobe.records.forms.html import shaded
@@ -203,7 +203,7 @@ class Requests:
 
     def __init__(self, engine: Admitting, call: str = "", caller: str = "") -> None:
         self._engine, self._call, self._caller = engine, call, caller
-        self._prefix = uuid.uuid4().hex[:12]
+        self._prefix = runtime.uuid4().hex[:12]
         self._numbers = itertools.count()
 
     def of_one_call(self, caller: str = "") -> Requests:
@@ -292,10 +292,14 @@ def _check_named_ids(params: SamplingParams, num_prompt: int, vocab_size: int) -
         return
     if params.prompt_logprobs is None:
         fits = len(ids) <= params.max_tokens
-        require(fits, name, f"has {len(ids)} lists for at most {params.max_tokens} tokens (max_tokens)")
+        require(
+            fits,
+            name,
+            f"has {len(ids)} lists, but at most {params.max_tokens} tokens are generated (max_tokens)",
+        )
         return
     is_whole = len(ids) == num_prompt
-    require(is_whole, name, f"has {len(ids)} lists for {num_prompt} prompt tokens; give one for each")
+    require(is_whole, name, f"has {len(ids)} lists for {num_prompt} prompt tokens; give one per token")
     remedy = "must have an empty list for the first prompt token, which has no prediction"
     require(not len(ids[0]), name, remedy)
 

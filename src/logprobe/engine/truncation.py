@@ -66,7 +66,7 @@ def cut_prompt(
     room = max_model_len - params.max_tokens if params.max_tokens else max_model_len + 1
     if truncation == "error" or len(ids) <= room:
         return [(ids, params, 1)]
-    remedy = "with lists per position needs a prompt that fits; shorten it, or score windows separately"
+    remedy = "with one list per position needs a prompt that fits; shorten it, or score windows separately"
     require(not (params.names_positions and params.prompt_logprobs is not None), "logprob_token_ids", remedy)
     if truncation == "window":
         remedy = "needs a prompt that fits, because windows have other activations; use truncation='left'"

@@ -204,7 +204,7 @@ class SamplingParams:
         if self.best_of is not None:
             require(self.best_of >= self.n, "best_of", f"must be at least n ({self.n}), got {self.best_of}")
             is_drawn = self.max_tokens > 0 or self.best_of == self.n
-            require(is_drawn, "best_of", "compares generated tokens; set max_tokens to 1 or more")
+            require(is_drawn, "best_of", "needs generated tokens to compare; set max_tokens to 1 or more")
 
     def _check_shape_of_distribution(self) -> None:
         require(self.temperature >= 0, "temperature", f"must be 0 or more, got {self.temperature}")
@@ -223,14 +223,16 @@ class SamplingParams:
             value = getattr(self, name)
             require(isinstance(value, bool), name, f"must be True or False, got {value!r}")
         is_name = self.lora is None or (isinstance(self.lora, str) and self.lora)
-        require(is_name, "lora", f"must be the name of LoRA weights or None, got {self.lora!r}")
+        require(is_name, "lora", f"must be the name of a LoRA adapter or None, got {self.lora!r}")
         is_reported = any(value is not None for value in counts.values())
         for name in (*KERNEL_EXTRAS, "logprob_token_ids"):
             is_asked = bool(getattr(self, name))
             remedy = "needs logprobs or prompt_logprobs; set one of them (0: the chosen token only)"
             require(is_reported or not is_asked, name, remedy)
         is_both = self.prompt_logprobs is not None and self.logprobs is not None and self.max_tokens > 0
-        remedy = "lists per position apply to either prompt_logprobs or logprobs; set only one of them"
+        remedy = (
+            "with one list per position applies to either prompt_logprobs or logprobs; set only one of them"
+        )
         require(not (self.names_positions and is_both), "logprob_token_ids", remedy)
 
         has_processed = self.logprobs is not None and self.logprobs_mode != "raw_logprobs"
@@ -376,7 +378,7 @@ def _id_array(name: str, value: Any, place: int) -> NDArray[np.int64]:
     except (TypeError, ValueError):
         array = np.empty((0, 0))
     is_list = array.ndim == 1 and (np.issubdtype(array.dtype, np.integer) or not array.size)
-    require(is_list, name, f"must hold a list of token ids at each position; at {place} is {value!r:.60}")
+    require(is_list, name, f"must be lists of token ids, one per position; item {place} is {value!r:.60}")
     return array.astype(np.int64)
 
 

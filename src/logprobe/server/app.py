@@ -42,7 +42,7 @@ from logprobe.server.routes.responses import (
     list_input_items,
 )
 from logprobe.server.routes.uncertainty import uncertainty
-from logprobe.server.settings import read_response_template
+from logprobe.server.settings import read_confidences, read_response_template
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -220,6 +220,7 @@ def serve(
     check_certificate(settings)
     for one in (settings, *(model.settings for model in (further or {}).values())):
         read_response_template(one.response_template)
+        read_confidences(one)
     with ExitStack() as stack:
         listeners = [stack.enter_context(_listen(settings.host, settings.port, "port"))]
         host, port = listeners[0].getsockname()[:2]

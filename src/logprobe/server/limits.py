@@ -11,12 +11,12 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-import threading
 from collections import Counter, deque
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from logprobe import runtime
 from logprobe.processors.builtin.grammar import (
     MAX_CHOICES,
     MAX_GRAMMAR_BYTES,
@@ -104,7 +104,7 @@ def check_count(settings: ServerSettings, limit: str, param: str, count: int, of
     """
     most = getattr(settings, limit)
     if count > most and most != -1:
-        raise bad_request(param, f"has {count} {of}; at most {most} ({limit})")
+        raise bad_request(param, f"has {count} {of}, but at most {most} are allowed ({limit})")
 
 
 def check_values(settings: ServerSettings, data: bytes) -> None:
@@ -360,7 +360,7 @@ class Limits:
         self._in_use = Counter[str]()
         self._by_caller: dict[str, Counter[str]] = {}  # only callers with requests in progress
         self._queues: dict[str, deque[_Waiter]] = {}  # by caller, next turn first; no empty queues
-        self._lock = threading.Lock()
+        self._lock = runtime.Lock()
 
     def admit(self, cost: Cost, caller: str = "") -> Ticket:
         """Reserve capacity for a caller.

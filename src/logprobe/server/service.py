@@ -27,7 +27,7 @@ from logprobe.server.http.replies import Documents, while_connected
 from logprobe.server.http.workers import Workers
 from logprobe.server.limits import Cost, Lifetime, Limits
 from logprobe.server.metrics import Metrics
-from logprobe.server.settings import read_response_template
+from logprobe.server.settings import read_confidences, read_response_template
 from logprobe.server.stored import StoredResponses
 from logprobe.text.channels import template_of
 from logprobe.text.chat import chat_template_of, variables_of
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from starlette.types import Receive
 
+    from logprobe.analysis.confidence import FittedConfidence
     from logprobe.engine.backends.start import LoadedModel
     from logprobe.engine.client import Follow
     from logprobe.engine.front import Front
@@ -172,6 +173,7 @@ class Service:
         self._id_encoder = cache(lambda: ChatEncoder(IdTexts(model.text.vocabulary)))
         self.spelling_tools = cache(lambda: SpellingTools(model))  # slow to create
         self._response_template = read_response_template(settings.response_template)
+        self._confidences = read_confidences(settings)
         self.reply_form()  # fail at startup if the template is invalid
         self.limits = Limits(settings)
         # State of one request, set by `for_one_request`.
@@ -376,6 +378,17 @@ class Service:
         own = dict.fromkeys([self.model_name, *filter(None, self.settings.served_model_name)])
         return [*((name, None) for name in own), *self.engine.list_loras().items()]
 
+    def confidence_named(self, name: str) -> FittedConfidence:
+        """Return the fit of confidence of this name.
+
+        Raises:
+            ApiError: 400 if there is none.
+        """
+        if name not in self._confidences:
+            known = ", ".join(self._confidences) or "none; start the server with --confidence NAME=FILE"
+            raise bad_request("confidence", f"no fit {shortened(name)!r} is loaded; known: {known}")
+        return self._confidences[name]
+
     def choose_weights(self, body: ChoosesWeights) -> None:
         """Resolve a body's `model` and `lora`, set `body.lora`, and record the answering model in `call`.
 
@@ -432,10 +445,10 @@ class Service:
         Raises:
             LogprobeError: a request failed; the others were aborted.
         """
-        self.engine.submit(admitted)
         try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._result(request)) for request in admitted]
+            with self.engine.submitted(admitted):
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(self._result(request)) for request in admitted]
         except BaseExceptionGroup as errors:
             first = errors.exceptions[0]
             raise first from first.__cause__  # keep the cause, which tells client errors from ours
@@ -487,15 +500,15 @@ class Service:
         Raises:
             LogprobeError: a request failed.
         """
-        self.engine.submit(admitted)
-        tasks = deque(asyncio.create_task(self._result(request)) for request in admitted)
-        try:
-            while tasks:
-                yield await tasks.popleft()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        with self.engine.submitted(admitted):
+            tasks = deque(asyncio.create_task(self._result(request)) for request in admitted)
+            try:
+                while tasks:
+                    yield await tasks.popleft()
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
 
     async def rows(self, requests: Requests, prefixes: Sequence[IntArray], lora: str | None) -> list[Row]:
         """Return the next-token log-probabilities, (vocab_size,) nats each, after prefixes.

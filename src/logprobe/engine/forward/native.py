@@ -9,7 +9,7 @@ from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
-from logprobe.engine.forward.decoder import Decoder
+from logprobe.engine.forward.cpu.decoder import Decoder
 from logprobe.engine.forward.device import choose_device, on_device
 from logprobe.engine.forward.kv_cache import KVPool
 from logprobe.engine.forward.load import make_ready
@@ -145,7 +145,8 @@ class NativeForward:
         self.num_slots = kv_bytes // slot_bytes
         if self.num_slots < 2:
             raise ParameterError(
-                "kv_cache_memory_bytes", f"one token takes {slot_bytes} bytes, and two must fit; raise it"
+                "kv_cache_memory_bytes",
+                f"is too small: one token takes {slot_bytes} bytes, and at least two must fit; raise it",
             )
         self._memory = _reserve(kv_bytes) if self.device == "cpu" else None
         if self.device != "cpu":
@@ -218,7 +219,7 @@ class NativeForward:
         if self._is_native:
             assert self._memory is not None
             return self._memory.take(shape, dtype)
-        from logprobe.engine.forward.tensors import new_zeros
+        from logprobe.engine.forward.torch.tensors import new_zeros
 
         return new_zeros(shape, dtype, self.device, self._memory)
 
@@ -272,7 +273,7 @@ class NativeForward:
         """
         if self._is_native:
             return self.hidden[slots]
-        from logprobe.engine.forward.tensors import rows_of
+        from logprobe.engine.forward.torch.tensors import rows_of
 
         return rows_of(self.hidden, slots)
 
@@ -283,7 +284,7 @@ class NativeForward:
         """
         if self._is_native:
             return self.decoder.head(as_array(hidden), lora)
-        from logprobe.engine.forward.tensors import logits_of
+        from logprobe.engine.forward.torch.tensors import logits_of
 
         return logits_of(self.decoder, hidden, lora)
 

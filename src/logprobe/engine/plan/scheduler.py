@@ -11,7 +11,6 @@ Preempted samples are recomputed later. Drafts are verified with what is left of
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import chain
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from logprobe import runtime
 from logprobe.engine.durations import Durations
 from logprobe.engine.plan.drafts import PromptLookup, least_chance
 from logprobe.engine.plan.radix import EMPTY, RadixTree, SlotPool
@@ -299,7 +299,7 @@ class Scheduler:
         self.waiting.remove(sample)
         self.running.append(sample)
         if sample.admitted_s is not None:
-            self._waits.add(time.monotonic() - sample.admitted_s)
+            self._waits.add(runtime.monotonic() - sample.admitted_s)
             sample.admitted_s = None  # a preempted sample is not counted again
         return True
 
@@ -309,11 +309,14 @@ class Scheduler:
     def _plan_tokens(self, sample: Sample, plan: StepPlan, budget: int) -> int:
         if not (sample.has_tail or sample.is_fresh):
             self._walk_on(sample, plan)
-        in_tree = not (sample.is_decoding or sample.is_fresh)
-        count = min(sample.num_remaining, budget)
+        count, num_preempted = min(sample.num_remaining, budget), self.num_preempted
         count = min(count, self._make_room(count, sample, plan))
+        if self.num_preempted > num_preempted and not (sample.has_tail or sample.is_fresh):
+            self._walk_on(sample, plan)  # the preempted samples may have left these tokens in the tree
+            count = min(count, sample.num_remaining)
         if count == 0:
             return 0
+        in_tree = not (sample.is_decoding or sample.is_fresh)
         start = sample.num_computed
         slots = self.pool.allocate(count)
         plan.tokens.append(Span(sample, start, start + count))

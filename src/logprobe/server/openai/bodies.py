@@ -248,6 +248,7 @@ class LabelBody(AnswersBody, kw_only=True, forbid_unknown_fields=True):
     labels: list[str] | dict[str, str | list[str]]
     correction: Literal["none", "length", "calibrated"] = "none"
     content_free: str | Annotated[list[dict[str, Any]], Meta(min_length=1)] | None = None
+    confidence: str | None = None  # name of a fit that the server has loaded
 
     @property
     def num_answers(self) -> int:

@@ -79,7 +79,8 @@ def _contents(method: str, path: str) -> dict[str, Any]:
     contents: dict[str, Any] = {"application/json": {"schema": _ref(reply)}}
     if method == "POST" and path in _STREAMED:
         contents["text/event-stream"] = _TEXT
-    if path == "/v1/loglikelihood":
+        contents["application/vnd.apache.parquet"] = _BINARY
+    if path == "/v1/loglikelihood" or path in _STREAMED:
         contents["application/vnd.apache.arrow.stream"] = _BINARY
     return contents
 

@@ -478,6 +478,15 @@ class _Answers(Shape, kw_only=True):
     usage: Usage
 
 
+class FittedLabels(Shape, kw_only=True):
+    """Fitted probabilities of the labels of one prompt, in the order of `labels`."""
+
+    label: str
+    probability: float
+    probs: list[float]
+    label_set: list[str]
+
+
 class Labelled(Shape, kw_only=True):
     """Scores of the labels for one prompt, in the order of `labels`; null if no label is possible."""
 
@@ -491,6 +500,7 @@ class Labelled(Shape, kw_only=True):
     mass: float
     margin: float | None  # nats
     boundary: Literal["token", "bytes"]  # labels are scored as tokens, or as bytes
+    confidence: FittedLabels | UnsetType = UNSET
 
 
 class Labels(_Answers, kw_only=True):

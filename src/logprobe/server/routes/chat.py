@@ -96,12 +96,11 @@ def admit_reply(
     calls = None if tools.form is None else tools.call_format(prompt)
     with named_as_asked(body, is_call=calls is not None):
         params = params_of(body, service.settings, calls, room=room)
-        members = body.field_logprobs == "members"
         generation = Generation(
             service,
             reply_id,
             [(ids, params)],
-            wants_members=members,
+            field_logprobs=body.field_logprobs,
             shows_special=getattr(body, "skip_special_tokens", None) is False,
         )
     is_formed = calls is None and params.response_format is not None
