@@ -217,6 +217,7 @@ def test_reports_are_the_last_fields_and_change_no_token(tiny_llm: LLM) -> None:
         "margin": True,
         "kept_ids": True,
         "explain": True,
+        "digest": True,
     }
     assert reporting.keys() == {*REPORTING_FIELDS}
     plain, reported = (

@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from logprobe.analysis.uncertainty import LowConfidence as LowConfidence
     from logprobe.analysis.uncertainty import SampledAnswer as SampledAnswer
     from logprobe.analysis.uncertainty import Uncertainty as Uncertainty
+    from logprobe.analysis.verification import Verification as Verification
+    from logprobe.analysis.verification import verify as verify
     from logprobe.analysis.windows import Perplexity as Perplexity
     from logprobe.records.fields import Field as Field
     from logprobe.records.fields import fields_of as fields_of
@@ -85,6 +87,7 @@ _HOMES = {
     "Summary": ".datasets.run",
     "Uncertainty": ".uncertainty",
     "Unit": ".texts",
+    "Verification": ".verification",
     "audit": ".auditing.run",
     "binoculars": ".detection",
     "calibrate": ".confidence",
@@ -99,6 +102,7 @@ _HOMES = {
     "read_rollouts": ".rollout_files",
     "save_baseline": ".baseline.models",
     "score_dataset": ".datasets.run",
+    "verify": ".verification",
     "write_rollouts": ".rollout_files",
 }
 

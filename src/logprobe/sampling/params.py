@@ -38,10 +38,10 @@ NamedIds: TypeAlias = "Sequence[int] | NDArray[np.int64] | None"
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "both"]
 MODES: Final = ("raw_logprobs", "processed_logprobs", "both")
 COUNTS: Final = ("logprobs", "prompt_logprobs")
-FLAGS: Final = ("ignore_eos", "include_stop_str_in_output", *KERNEL_EXTRAS, "explain", "kept_ids")
+FLAGS: Final = ("ignore_eos", "include_stop_str_in_output", *KERNEL_EXTRAS, "explain", "kept_ids", "digest")
 REPORTING_FIELDS: Final = (
     *(*COUNTS, "logprob_token_ids", "logprobs_mode"),
-    *(*KERNEL_EXTRAS, "kept_ids", "explain"),
+    *(*KERNEL_EXTRAS, "kept_ids", "explain", "digest"),
 )
 """Parameters that determine what outputs report about tokens; all others determine the tokens."""
 PENALTIES: Final = ("repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -101,6 +101,8 @@ class SamplingParams:
         margin: report the difference of the two highest logprobs of each distribution, in nats.
         kept_ids: report the token ids that masks and truncation kept, with each processed distribution.
         explain: report how each processor changed the listed candidates, at every position.
+        digest: report a digest of the raw row of each generated token, from which a holder of the weights can
+            verify the reply (`logprobe verify`).
     """
 
     # Sampling: the tokens of the completions.
@@ -136,6 +138,7 @@ class SamplingParams:
     margin: bool = False
     kept_ids: bool = False
     explain: bool = False
+    digest: bool = False
 
     def __post_init__(self) -> None:
         self._normalise()
@@ -205,6 +208,9 @@ class SamplingParams:
             is_asked = bool(getattr(self, name))
             remedy = "needs logprobs or prompt_logprobs; set one of them (0: the chosen token only)"
             require(is_reported or not is_asked, name, remedy)
+        if self.digest:
+            has_raw = self.logprobs is not None and self.logprobs_mode != "processed_logprobs"
+            require(has_raw, "digest", "needs raw logprobs; set logprobs (0: the chosen token only)")
         is_both = self.prompt_logprobs is not None and self.logprobs is not None and self.max_tokens > 0
         remedy = "lists per position apply to either prompt_logprobs or logprobs; set only one of them"
         require(not (self.names_positions and is_both), "logprob_token_ids", remedy)

@@ -57,6 +57,7 @@ SAMPLING_FIELDS: Final = (
     "varentropy",
     "margin",
     "explain",
+    "digest",
 )
 """Body fields that have the same name and meaning as in `SamplingParams`."""
 
@@ -75,7 +76,7 @@ LOGPROBS_FIELDS: Final = (
 )
 """Routes and fields that request alternatives; `max_logprobs` limits each of these fields."""
 
-REPORTS: Final = (*KERNEL_EXTRAS, "explain", "logprob_token_ids", "logprobs_mode")
+REPORTS: Final = (*KERNEL_EXTRAS, "explain", "digest", "logprob_token_ids", "logprobs_mode")
 """Extensions that require logprobs."""
 
 # Keys of vLLM's `structured_outputs`, which are converted to a `response_format`.

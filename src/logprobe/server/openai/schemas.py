@@ -146,6 +146,7 @@ class FieldLogprob(Shape, kw_only=True):
 class _ChoiceExtras(Shape, kw_only=True):
     token_ids: Ids | UnsetType = UNSET
     explain: list[Any] | UnsetType = UNSET
+    digests: list[str] | UnsetType = UNSET  # hexadecimal
     fields: list[FieldLogprob] | UnsetType | None = UNSET
     tool_call_fields: list[list[FieldLogprob] | None] | UnsetType = UNSET
 
@@ -290,6 +291,7 @@ class CompletionChoice(_PromptExtras, kw_only=True):
     stop_reason: int | str | None
     token_ids: Ids | UnsetType = UNSET
     explain: list[Any] | UnsetType = UNSET
+    digests: list[str] | UnsetType = UNSET  # hexadecimal
     fields: list[FieldLogprob] | UnsetType | None = UNSET
 
 
