@@ -170,6 +170,11 @@ MINUTES ?= 15
 torture: $(VENV)/.test  ## mixed requests for MINUTES=15 in every layout, with faults, and drawn numbers against scored ones
 	PYTHONPATH=tests:tests/torture:benchmarks:benchmarks/rivals $(BIN)/python benchmarks/torture.py --minutes $(MINUTES)
 
+.PHONY: simulate
+SECONDS ?= 60
+simulate: $(VENV)/.test  ## simulate the engine for SECONDS=60 from fresh seeds, or from SEED=...; a failure is printed as a test
+	PYTHONPATH=tests $(BIN)/python -m simulation --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
+
 .PHONY: test-ray
 test-ray: $(VENV)/.test  ## data sets on a real local Ray, an actor killed half way; installs the extra `ray`
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[ray]'

@@ -73,10 +73,12 @@ class NativeKernels(BuildHookInterface):  # type: ignore[type-arg]
             key.update(path.read_bytes())
         stamp = FOLDER / "sources.sha256"
         if not stamp.exists() or stamp.read_text() != key.hexdigest():
-            shutil.rmtree(FOLDER, ignore_errors=True)
-            FOLDER.mkdir()
-            compile_variants(compiler, VARIANTS.get(system.partition("-")[0], {}))
-            write_declarations(FOLDER / "declarations.py")
+            with tempfile.TemporaryDirectory() as folder:
+                new = Path(folder)
+                compile_variants(compiler, VARIANTS.get(system.partition("-")[0], {}), new)
+                write_declarations(new / "declarations.py")
+                stamp.unlink(missing_ok=True)
+                replace_files(FOLDER, new)
             stamp.write_text(key.hexdigest())
         own = f"macosx_11_0_{platform.machine()}" if sys.platform == "darwin" else sysconfig.get_platform()
         build_data["pure_python"] = False
@@ -136,7 +138,7 @@ def sbom(version: str, zig_target: str | None) -> str:
     return json.dumps(bom, indent=2) + "\n"
 
 
-def compile_variants(compiler: list[str], variants: dict[str, str]) -> None:
+def compile_variants(compiler: list[str], variants: dict[str, str], target_folder: Path) -> None:
     """Compile every source for every kind of processor, side by side, and link each kind's library."""
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = {variant: Path(folder) / variant for variant in variants}
@@ -161,7 +163,20 @@ def compile_variants(compiler: list[str], variants: dict[str, str]) -> None:
         for variant in variants:  # for any processor, so that zig builds its C++ library once
             library = Path(folder) / f"kernels_{variant}.so"  # zig puts an import library beside it
             run([*compiler, *FLAGS, *flags, *sorted(objects[variant].iterdir()), "-o", library])
-            shutil.move(library, FOLDER)
+            shutil.move(library, target_folder)
+
+
+def replace_files(folder: Path, new: Path) -> None:
+    """Replace the files of `folder` by those of `new`; programs that have loaded the old ones keep them."""
+    folder.mkdir(exist_ok=True)
+    names = {path.name for path in new.iterdir()}
+    for name in names:
+        copy = folder / f"{name}.new"
+        shutil.copy(new / name, copy)
+        copy.replace(folder / name)
+    for path in folder.iterdir():
+        if path.name not in names and path.is_file():
+            path.unlink()
 
 
 def write_declarations(path: Path) -> None:

@@ -14,13 +14,13 @@ import torch
 from bench_processors import ms_of
 from harness import OURS, Figure, Measure, Options, alternate, parse_options, publish
 
-from logprobe.engine.forward.attention import is_short
+from logprobe.engine.forward.cpu.attention import is_short
+from logprobe.engine.forward.cpu.linear import Linear
 from logprobe.engine.forward.kv_cache import KVPool
-from logprobe.engine.forward.linear import Linear
-from logprobe.engine.forward.transformers_attention import TensorChunk, TensorPlan, attend
+from logprobe.engine.forward.torch.transformers_attention import TensorChunk, TensorPlan, attend
 from logprobe.kernels.attention.api import RowPlanBuilder, ScoreRule
 from logprobe.kernels.layers.forms import pack_floats
-from logprobe.kernels.layers.norm import rms_norm
+from logprobe.kernels.layers.rows import norm_stage
 from logprobe.models import load_model, resolve
 
 PLAIN = "plain torch"
@@ -52,7 +52,7 @@ def layer_figures(model: Any, options: Options) -> list[Figure]:
         measures = {OURS: partial(products, panels), PLAIN: partial(products, plain)}
         x = torch.randn(rows, model.config.hidden_size)
         norms = {
-            OURS: partial(rms_norm, x, norm.weight, model.config.rms_norm_eps),
+            OURS: norm_stage(x, norm.weight, torch.empty_like(x), model.config.rms_norm_eps).run,
             PLAIN: partial(norm, x),
         }
         for part, calls in (("products", measures), ("norm", norms)):

@@ -36,7 +36,7 @@ EDITS = [
     ("engine/loras.py", "version", "digest"),
     ("records/values.py", "values", "items"),
     ("sampling/kept.py", "processed", "changed"),
-    ("engine/forward/launch.py", "launch", "start"),
+    ("engine/forward/cpu/launch.py", "launch", "start"),
 ]
 STORIES = ["a lighthouse in the desert", "a baker who hears rain", "a late train", "a map without north"]
 

@@ -20,7 +20,7 @@ import torch
 from harness import OURS, Figure, alternate, number, parse_options, publish
 from machine import read_bandwidth
 
-from logprobe.kernels.layers.norm import norm_stage
+from logprobe.kernels.layers.rows import norm_stage
 from logprobe.kernels.stages import Series
 from logprobe.kernels.threads import set_num_threads
 

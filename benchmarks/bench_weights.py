@@ -21,7 +21,7 @@ from bench_processors import ms_of
 from harness import OURS, Figure, Measure, Options, Target, alternate, parse_options, publish
 from peak import multiply_adds_per_s
 
-from logprobe.engine.forward.linear import Linear
+from logprobe.engine.forward.cpu.linear import Linear
 from logprobe.kernels.layers.forms import pack_floats
 from logprobe.kernels.stages import Series
 from logprobe.models import ModelFiles, load_model, resolve

@@ -165,11 +165,23 @@ class Ours:
         self, module: Any, num_texts: int, text_len: int, arithmetic: str = "bf16x3", seed: int | None = None
     ) -> None:
         """`seed` scatters the slots over the pool; None: one text after the other."""
-        from logprobe.engine.forward.cuda.build import decoder_of
-        from logprobe.engine.forward.cuda.plan import SpanPlan
+        from logprobe.engine.forward.torch.cuda.build import cuda_decoder
+        from logprobe.engine.forward.torch.cuda.plan import SpanPlan
+        from logprobe.engine.forward.torch.transformers_proof import TransformersProof
+        from logprobe.models.lazy import LazyModel
 
-        # Random weights in bfloat16 arithmetic are far from the reference; `accuracy` tells how far ours are.
-        self.decoder = decoder_of(module, arithmetic=arithmetic, tolerance=0.5)
+        with torch.inference_mode():
+            model = LazyModel.of(module)
+            # Random weights in bfloat16 arithmetic are far from the reference; `accuracy` tells how far.
+            decoder = cuda_decoder(
+                model,
+                TransformersProof(model),
+                device=str(module.device),
+                arithmetic=arithmetic,
+                tolerance=0.5,
+            )
+        assert not isinstance(decoder, str), decoder
+        self.decoder = decoder
         module.set_attn_implementation("sdpa")  # in the place of the comparison's
         self.device = module.lm_head.weight.device
         self.pool = self.decoder.new_pool(num_texts * text_len)

@@ -1,27 +1,25 @@
 """The multiply-adds that this machine does at most: float32, in registers, on all threads."""
 
-import time
+import functools
+import subprocess
+import tempfile
+from pathlib import Path
 
-import numpy as np
+from logprobe.kernels.threads import num_threads
 
-from logprobe.kernels.native import library
-from logprobe.kernels.stages import Stage
-
-SUMS = 12  # vectors, as in native/peak.cpp
-NUM_TURNS = 50_000  # of each item
-NUM_ITEMS = 64
-TIMES = 20
-LINE = 64  # bytes of a cache line
+SOURCE = Path(__file__).with_suffix(".cpp")
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-pthread", "-w")
 
 
 def multiply_adds_per_s() -> float:
-    """Those of one second, by the best of some runs of milliseconds: others may use the machine."""
-    lines = np.empty((NUM_ITEMS, LINE), dtype=np.int8).view(np.float32)
-    stage = Stage("peak", "PeakArgs", num_items=NUM_ITEMS, factors=lines, num_turns=NUM_TURNS)
-    best_s = float("inf")
-    for _ in range(TIMES):
-        lines[:] = 0.5
-        started = time.perf_counter()
-        stage.run()
-        best_s = min(best_s, time.perf_counter() - started)
-    return NUM_ITEMS * NUM_TURNS * SUMS * library().functions.logprobe_num_lanes() / best_s
+    """Those of one second, by the best of some runs of milliseconds."""
+    command = [Path(program().name) / "peak", str(num_threads()), "0.5"]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+@functools.cache
+def program() -> tempfile.TemporaryDirectory:
+    """The folder of the compiled program, which is removed at exit."""
+    folder = tempfile.TemporaryDirectory()
+    subprocess.run(["g++", *FLAGS, SOURCE, "-o", Path(folder.name) / "peak"], check=True)
+    return folder

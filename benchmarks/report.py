@@ -24,8 +24,8 @@ OPENING = f"""# Performance
 
 Each row compares logprobe on a CPU with the best of the other libraries that were measured. The model is
 `{DEFAULT_MODEL}` (SmolLM2-135M-Instruct, Q4_1); rows that start with "1.2B" use a model of 1.2 billion random
-weights. A ratio above 1 means that logprobe is better, whether the unit counts up or down. The lowest and the
-highest ratio of a round are in parentheses. Figures for a GPU are on the page about [NVIDIA GPUs](gpu.md).
+weights. A ratio above 1 means that logprobe is better, whether the unit counts up or down. The lowest and
+highest ratios of single rounds are in parentheses. Figures for a GPU are on [NVIDIA GPUs](gpu.md).
 
 """
 
@@ -39,8 +39,8 @@ missed, the reason.
 - Each library runs in its own process and environment, on the same weights, prompts and number of
   threads, and with the same number type unless its label names another. `best` is the fastest public
   configuration of a library.
-- The libraries take turns; the others are stopped meanwhile. A ratio is the median over the rounds of
-  logprobe against the other library in the same round.
+- The libraries take turns; the processes of the others are paused meanwhile. Each round gives one ratio of
+  logprobe to the other library; the table shows the median of these.
 - Rates and seconds depend on the machine; compare the ratios.
 
 """
@@ -49,8 +49,9 @@ BEGIN, END = "<!-- begin: benchmarks/report.py -->\n", "<!-- end: benchmarks/rep
 
 README_OPENING = """
 Medians on two CPU cores, with `smollm2` or, where marked "1.2B", a model with 1.2 billion randomly
-initialized parameters. Above 1 x, logprobe is faster. "vLLM best" is vLLM with the fastest of the settings
-that were measured.
+initialized parameters. A ratio is the median of the ratios of single rounds, so it can differ from the ratio
+of the two medians; above 1 x, logprobe is faster. "vLLM best" is vLLM with the fastest of the settings that
+were measured.
 [Performance](docs/performance.md) has all tasks and explains the measurements.
 
 """

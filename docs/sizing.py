@@ -1,4 +1,4 @@
-"""Print the table of docs/deploy.md, Sizing: KV cache memory per token, and tokens per second and core."""
+"""Print the table of docs/deploy.md, Sizing: KV cache memory per token, and tokens per second per core."""
 
 import sys
 from collections.abc import Mapping
@@ -35,9 +35,9 @@ LLAMA_1B: Final = "bench_real --model llama-1b"
 MODELS: Final = (
     Model("smollm2 (135 million)", 30, 3, 64, 576, "bench_decode"),
     Model("gemma3-270m", 18, 1, 256, 640, "bench_decode --model gemma3-270m"),
-    Model("Llama 3.2 1B's shape, bfloat16", 16, 8, 64, 2048, LLAMA_1B, "bfloat16, 2,472 MB: "),
-    Model("the same, Q8_0", 16, 8, 64, 2048, LLAMA_1B, "q8_0, 1,317 MB: "),
-    Model("Llama 3.1 8B's shape", 32, 8, 128, 4096),
+    Model("Llama 3.2 1B (random weights), bfloat16", 16, 8, 64, 2048, LLAMA_1B, "bfloat16, 2,472 MB: "),
+    Model("Llama 3.2 1B (random weights), Q8_0", 16, 8, 64, 2048, LLAMA_1B, "q8_0, 1,317 MB: "),
+    Model("Llama 3.1 8B", 32, 8, 128, 4096),
 )
 ASKED: Final = {
     "one at a time": "decode, batch 1, logprobs 20",
@@ -47,7 +47,7 @@ ASKED: Final = {
 
 
 def per_core(results: Mapping[str, Mapping[str, Any]], model: Model, figure: str) -> str:
-    """Return the tokens per second and core of the newest run, or - if they were not measured."""
+    """Return the tokens per second per core of the newest run, or - if they were not measured."""
     found = results.get(model.bench)
     if found is None:
         return "-"

@@ -5,6 +5,7 @@
 // (FlashAttention, Dao et al., 2022). A row's weights are summed in float64: models give most of the weight to one
 // token, and in float32 the sum would lose thousands of small weights.
 #include "common.hpp"
+#include "gates.hpp"
 #include "tiles.hpp"
 
 namespace logprobe {
@@ -12,12 +13,6 @@ namespace {
 
 constexpr int64_t BLOCK_KEYS = 192;  // measured; a panel's sums are read and written once per block
 constexpr float LEAST = -3e38f;      // below every score except that of a masked key, -inf
-
-void cap(float* scores, int64_t count, float softcap) {
-  int64_t i = 0;
-  for (; i + LANES <= count; i += LANES) store(scores + i, softcap * tanh(load(scores + i) / softcap));
-  for (; i < count; i++) scores[i] = softcap * tanh(scores[i] / softcap);
-}
 
 // ---- single rows: scores have keys as lanes, sums have the elements of a value as lanes ----
 
@@ -134,7 +129,7 @@ void attend_row(const AttentionArgs& args, int64_t number, int64_t kv_head, int6
       }
     for (int query = 0; query < QUERIES; query++) {
       float* scores = own.scores + BLOCK_KEYS * query;
-      if (args.softcap > 0) cap(scores, count, float(args.softcap));
+      if (args.softcap > 0) soft_cap(scores, count, float(args.softcap));
       factors[query] = soften(scores, count, largest[query]);
       totals[query] *= factors[query];
     }
@@ -257,7 +252,7 @@ void attend_block(const AttentionArgs& args, const Block& block, const Panel& pa
   for (int64_t key = 0; key < num_keys; key += TILE_ROWS)
     multiply_rows<Form::FLOAT32, TILE_ROWS, NO_RUNS>(std::min<int64_t>(TILE_ROWS, num_keys - key), queries, width,
                                                      RowsOf{keys + width * key, width}, scores + PANEL * key);
-  if (args.softcap > 0) cap(scores, PANEL * num_keys, float(args.softcap));
+  if (args.softcap > 0) soft_cap(scores, PANEL * num_keys, float(args.softcap));
   if (first_row < first_key + num_keys - 1 || last_row - args.window >= first_key)
     hide(scores, num_keys, first_key, panel.positions, args.window);
   if (soften_lanes(scores, num_keys, panel, factors))

@@ -1,4 +1,4 @@
-// Activations of feed-forward layers, for a number or a vector.
+// Activations of feed-forward layers, for a number or a vector, and the soft cap of scores and logits.
 #pragma once
 
 #include "vector.hpp"
@@ -56,6 +56,13 @@ INLINE void gate_row(float* gates, const float* values, int64_t size, Activation
     case RELU2: return gate_all<RELU2>(gates, values, size);
     case NONE: return;
   }
+}
+
+// Replace each number x by cap * tanh(x / cap).
+INLINE void soft_cap(float* x, int64_t count, float cap) {
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES) store(x + i, cap * tanh(load(x + i) / cap));
+  for (; i < count; i++) x[i] = cap * tanh(x[i] / cap);
 }
 
 }  // namespace logprobe

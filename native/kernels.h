@@ -68,14 +68,6 @@ typedef struct {
 
 typedef struct {
   Work work;
-  const float *keys, *values;  // (num_rows, key_width) and (num_rows, value_width)
-  float *key_pool, *value_pool;
-  const int64_t *slots;
-  int64_t key_width, value_width, num_rows, block_rows;
-} StoreArgs;
-
-typedef struct {
-  Work work;
   const float *query, *keys, *values;  // (num_rows, heads, key_dim), (num_slots, kv_heads, dim) each
   float *out;                          // (num_rows, heads, value_dim)
   const float *sinks;                  // (heads,), or null
@@ -111,12 +103,6 @@ typedef struct {
 
 typedef struct {
   Work work;
-  float *factors;  // one per item, each at the start of a cache line
-  int64_t num_turns;
-} PeakArgs;
-
-typedef struct {
-  Work work;
   const float *logits;
   int64_t logits_row, vocab_size;
   const float *temperatures, *top_ks, *top_ps, *min_ps;  // (num_rows,) each
@@ -134,11 +120,9 @@ void logprobe_draw(void *args);
 void logprobe_extract(void *args);
 void logprobe_gate(void *args);
 void logprobe_norm(void *args);
-void logprobe_peak(void *args);
 void logprobe_products(void *args);
 void logprobe_rotary(void *args);
 void logprobe_softcap(void *args);
-void logprobe_store(void *args);
 
 typedef struct {
   void (*kernel)(void *args);
@@ -151,4 +135,3 @@ int logprobe_run(Stage *stages, int64_t num_stages, int64_t num_threads);
 
 int logprobe_can_run(void);              // 1 if this processor has the variant's instructions, else 0
 const char *logprobe_compiler(void);     // name and version of the compiler
-int64_t logprobe_num_lanes(void);        // float32 lanes of a vector register

@@ -1,4 +1,4 @@
-// Norms, rotary embedding, gated activations, the soft cap of logits, and the KV cache store.
+// Norms, rotary embedding, gated activations, and the soft cap of logits.
 #include "common.hpp"
 #include "gates.hpp"
 
@@ -99,23 +99,8 @@ EXPORT void logprobe_softcap(void* pointer) {
   using namespace logprobe;
   auto& args = *static_cast<SoftcapArgs*>(pointer);
   const int64_t pieces = ceil_div(args.width, args.piece);
-  const auto cap = static_cast<float>(args.cap);
   for (int64_t item; (item = take(args.work)) >= 0;) {
     const int64_t start = item % pieces * args.piece, count = std::min(args.piece, args.width - start);
-    float* x = args.logits + args.logits_row * (item / pieces) + start;
-    int64_t i = 0;
-    for (; i + LANES <= count; i += LANES) store(x + i, cap * logprobe::tanh(load(x + i) / cap));
-    for (; i < count; i++) x[i] = cap * logprobe::tanh(x[i] / cap);
+    soft_cap(args.logits + args.logits_row * (item / pieces) + start, count, static_cast<float>(args.cap));
   }
-}
-
-EXPORT void logprobe_store(void* pointer) {
-  using namespace logprobe;
-  auto& args = *static_cast<StoreArgs*>(pointer);
-  each_row(args, [&](int64_t row) {
-    std::memcpy(args.key_pool + args.key_width * args.slots[row], args.keys + args.key_width * row,
-                sizeof(float) * args.key_width);
-    std::memcpy(args.value_pool + args.value_width * args.slots[row], args.values + args.value_width * row,
-                sizeof(float) * args.value_width);
-  });
 }

@@ -42,7 +42,7 @@ def test_a_keyword_that_changes_nothing_is_ignored_and_logged_once_unless_it_say
     for value in keyword.accepted or (8182, 0.4, "x"):
         assert CLASSES[of](**{name: value}) == CLASSES[of]()
     is_logged = keyword.accepted in (None, SWITCH)
-    assert caplog.messages == [f"{name} changes nothing here: {keyword.reason}"] * is_logged
+    assert caplog.messages == [f"{name} has no effect in logprobe: {keyword.reason}"] * is_logged
 
 
 @pytest.mark.parametrize(("of", "name"), [(of, name) for of, name in IGNORED if TABLE[of][name].accepted])

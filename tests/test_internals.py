@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ROOT = Path(logprobe.__file__).parent
-SOURCES = sorted(ROOT.rglob("*.py"))
+# Without the file that the build writes.
+SOURCES = [path for path in sorted(ROOT.rglob("*.py")) if path.parent.name != "_native"]
 PRIVATE = re.compile(r"torch\.ops\.|\btorch\._|CDLL\((?!None)")
 DOCUMENTED = {"_asdict", "_exit", "_fields", "_replace"}  # of named tuples and os
 BY_NAME = {"attrgetter", "delattr", "getattr", "hasattr", "setattr"}

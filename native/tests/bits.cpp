@@ -148,12 +148,6 @@ void rotary() {
     run(logprobe_rotary, args, num_rows);
     out.insert(out.end(), key_pool.begin(), key_pool.end()), out.insert(out.end(), value_pool.begin(), value_pool.end());
     print("rotary", is_paired, out);
-    StoreArgs store{};
-    store.keys = store.values = key.data(), store.key_pool = key_pool.data(), store.value_pool = value_pool.data();
-    store.slots = slots.data(), store.key_width = store.value_width = kv_heads * dim;
-    store.num_rows = num_rows, store.block_rows = 2;
-    run(logprobe_store, store, 2);
-    print("store", is_paired, key_pool);
   }
 }
 

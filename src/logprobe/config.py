@@ -82,7 +82,7 @@ def _without_ignored(kwargs: Mapping[str, Any], known: Collection[str], *, of: s
 
 @functools.cache
 def _warn_ignored(name: str, reason: str) -> None:
-    logger.warning("%s changes nothing here: %s", name, reason)
+    logger.warning("%s has no effect in logprobe: %s", name, reason)
 
 
 ENGINES: Final = {"vllm": "logprobe.integrations.vllm.start:start_vllm_engine"}

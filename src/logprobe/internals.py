@@ -37,7 +37,7 @@ INTERNALS = (
     Internals(
         owner="torch.nn:Module",
         names=("_modules",),
-        used_in=("engine/forward/transformers_decoder.py",),
+        used_in=("engine/forward/torch/transformers_decoder.py",),
         purpose="replaces submodules in a shallow copy of a model",
         without="models that need the transformers decoder cannot be loaded",
     ),

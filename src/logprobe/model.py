@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from logprobe.analysis.confidence import FittedConfidence
     from logprobe.analysis.labels import Asked, Classification, Correction, Judgement, Labels, Plan
+    from logprobe.analysis.lens import LogitLens
     from logprobe.analysis.members import FieldDistribution
     from logprobe.analysis.pairs import MinimalPairs
     from logprobe.analysis.score import Score
@@ -482,6 +483,44 @@ class Model:
 
         return await self._run_plan(partial(judge_plan, self.text, prompts, scale), progress=progress)
 
+    @coroutine_method
+    async def logit_lens(
+        self,
+        text: Prompt,
+        layers: Sequence[int] | None = None,
+        *,
+        logprobs: int = 5,
+        add_special_tokens: bool = True,
+    ) -> LogitLens:
+        """Return what each layer of the model would predict after each token of a text (logit lens).
+
+        A layer's prediction is the model's output head applied to the model's final norm of the layer's
+        hidden state. For the last layer, this is the model's own prediction.
+
+        Args:
+            text: a text or token ids; see `generate` for the forms of a prompt.
+            layers: numbers as in `SamplingParams.return_hidden_states`: 0 is the embedding, n the output of
+                layer n, and negative numbers count from the end. None: all.
+            logprobs: number of most likely tokens per layer and position; -1 means the whole vocabulary.
+            add_special_tokens: see `generate`.
+
+        Raises:
+            ParameterError: there is no such layer, the text is too long, or the engine does not report
+                hidden states.
+            BatchError: the request failed, for example because the model has no separate final norm.
+        """
+        from logprobe.analysis.lens import LogitLens
+        from logprobe.engine.plan.capture import layers_of
+        from logprobe.transport.messages import Lens
+
+        shape = self.engine.capabilities().shape
+        require(shape is not None, "layers", "of this engine cannot be read; use the native engine")
+        assert shape is not None
+        asked = layers_of(range(shape.num_layers + 1) if layers is None else [*layers], shape, "layers")
+        lens = Lens(asked, logprobs)
+        output = await self._client.lens(text, lens, add_special_tokens=add_special_tokens)
+        return LogitLens.of(output, asked, self.text.vocabulary)
+
     async def _run_plan(self, lay_out: Callable[[], Plan[T]], *, progress: bool) -> T:
         """Lay out prompts on a worker thread, because tokenizing many texts is slow, and score them."""
         plan = await asyncio.to_thread(lay_out)
@@ -729,3 +768,7 @@ class BlockingScorer:
     def score(self, pairs: Sequence[tuple[Any, Any] | Split], **options: Any) -> list[Score]:
         """Score continuations with the options of `LLM.score`."""
         return self._waiter.wait(Model.score(self._model, pairs, **options))
+
+    def generate(self, prompts: Sequence[list[int]], sampling_params: SamplingParams) -> list[RequestOutput]:
+        """Generate completions as `LLM.generate` does."""
+        return self._waiter.wait(Model.generate(self._model, prompts, sampling_params))

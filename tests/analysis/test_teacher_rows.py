@@ -239,16 +239,16 @@ PROMPT_ONLY: dict[str, Any] = {"max_tokens": 0, "prompt_logprobs": 0}
         (PROMPT_ONLY | {"logprob_token_ids": [[1], [], [], [], []]}, "first prompt token"),
         (PROMPT_ONLY | {"logprob_token_ids": [[], [1], [10**6], [], []]}, "id 1000000 lies outside"),
         (PROMPT_ONLY | {"logprob_token_ids": [[], [-1], [], [], []]}, "id -1 lies outside"),
-        ({"logprobs": 0, "max_tokens": 2, "logprob_token_ids": [[1]] * 3}, "3 lists for at most 2"),
+        ({"logprobs": 0, "max_tokens": 2, "logprob_token_ids": [[1]] * 3}, "3 lists, but at most 2"),
         ({"logprobs": 0, "prompt_logprobs": 0, "logprob_token_ids": [[1]]}, "set only one of them"),
-        ({"logprobs": 0, "logprob_token_ids": [[1], 2]}, "at 1 is 2"),
-        ({"logprobs": 0, "logprob_token_ids": [[1], "ab"]}, "at 1 is 'ab'"),
-        ({"logprobs": 0, "logprob_token_ids": [[1], ""]}, "at 1 is ''"),
-        ({"logprobs": 0, "logprob_token_ids": [[1], b"ab"]}, "at 1 is b'ab'"),
-        ({"logprobs": 0, "logprob_token_ids": [[1], {}]}, "at 1 is {}"),
-        ({"logprobs": 0, "logprob_token_ids": [[1], [1.5]]}, "at 1 is"),
-        ({"logprobs": 0, "logprob_token_ids": [[1], [True]]}, "at 1 is"),
-        ({"logprobs": 0, "logprob_token_ids": [[1], [[2], [3, 4]]]}, "at 1 is"),
+        ({"logprobs": 0, "logprob_token_ids": [[1], 2]}, "item 1 is 2"),
+        ({"logprobs": 0, "logprob_token_ids": [[1], "ab"]}, "item 1 is 'ab'"),
+        ({"logprobs": 0, "logprob_token_ids": [[1], ""]}, "item 1 is ''"),
+        ({"logprobs": 0, "logprob_token_ids": [[1], b"ab"]}, "item 1 is b'ab'"),
+        ({"logprobs": 0, "logprob_token_ids": [[1], {}]}, "item 1 is {}"),
+        ({"logprobs": 0, "logprob_token_ids": [[1], [1.5]]}, "item 1 is"),
+        ({"logprobs": 0, "logprob_token_ids": [[1], [True]]}, "item 1 is"),
+        ({"logprobs": 0, "logprob_token_ids": [[1], [[2], [3, 4]]]}, "item 1 is"),
         ({"logprobs": 0, "logprob_token_ids": [1, [2]]}, "must be an integer"),
         ({"logprob_token_ids": [[1]]}, "needs logprobs"),
     ],
@@ -262,7 +262,7 @@ def test_lists_that_cannot_be_are_refused_by_name(tiny_llm: LLM, params: dict[st
 @pytest.mark.parametrize(
     ("asked", "parameter", "said"),
     [
-        ({"logprob_token_ids": [NAMED[:-1]]}, "logprob_token_ids", "5 lists for the 6 tokens"),
+        ({"logprob_token_ids": [NAMED[:-1]]}, "logprob_token_ids", "5 lists for a continuation of 6 tokens"),
         ({"logprob_token_ids": [NAMED, NAMED]}, "logprob_token_ids", "one entry per pair, got 2 for 1"),
         ({"logprob_token_ids": [[[10**6]] * 6]}, "logprob_token_ids", "lies outside"),
         ({"logprob_token_ids": [[10**6]]}, "logprob_token_ids", "lies outside"),
@@ -284,6 +284,6 @@ def test_scores_that_cannot_be_are_refused_by_name(
 def test_a_prompt_that_is_cut_has_no_lists(tiny_llm: LLM) -> None:
     long = LONG + LONG
     params = SamplingParams(max_tokens=0, prompt_logprobs=0, logprob_token_ids=[[]] * len(long))
-    with pytest.raises(ParameterError, match="lists per position") as raised:
+    with pytest.raises(ParameterError, match="one list per position") as raised:
         tiny_llm.generate([long], params, truncation="window")
     assert raised.value.parameter == "logprob_token_ids"

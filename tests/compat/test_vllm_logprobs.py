@@ -85,7 +85,7 @@ def test_flat_columns_keep_a_chosen_token_given_twice() -> None:
 
 def test_too_few_texts_add_nothing() -> None:
     rows = create_sample_logprobs(flat_logprobs=True)
-    with pytest.raises(ParameterError, match=r"decoded_tokens: 1 values for 2 token ids"):
+    with pytest.raises(ParameterError, match=r"decoded_tokens: has 1 values for 2 token ids"):
         append_logprobs_for_next_position(rows, [1, 2], [-1.0, -2.0], ["a"], 1, -1)
     assert len(rows) == 0
 

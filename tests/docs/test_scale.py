@@ -24,7 +24,7 @@ SHAPES = {  # parameters, layers, key/value heads, their size, hidden size, voca
     "Qwen2.5-72B": (72_706_203_648, 80, 8, 128, 8192, 152_064),
 }
 BYTES = {"float32": 4, "bfloat16": 2}
-TABLE = re.findall(r"^\| (\S+) \| (float32|bfloat16) \| (.*) \|$", PAGE, re.MULTILINE)
+TABLE = re.findall(r"^\| (\S+) \| (float32|bfloat16) \| (float32|bfloat16) \| (.*) \|$", PAGE, re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
@@ -37,14 +37,16 @@ def sizes() -> Callable[..., tuple[int, int, int]]:
 
 
 def test_a_token_takes_what_the_engine_takes(tiny_llm: LLM, sizes: Any) -> None:
-    _, token, row = sizes(0, 2, 2, 16, 64, tiny_llm.engine.capabilities().vocab_size, num_bytes=4)
+    _, token, row = sizes(0, 2, 2, 16, 64, tiny_llm.engine.capabilities().vocab_size, weight_bytes=4)
     assert tiny_llm.engine.capabilities().num_slots == (1 << 21) // token
     assert row == 4 * tiny_llm.engine.capabilities().vocab_size
 
 
-@pytest.mark.parametrize(("model", "dtype", "cells"), TABLE)
-def test_the_table_follows_from_the_formula(sizes: Any, model: str, dtype: str, cells: str) -> None:
-    weights, token, row = sizes(*SHAPES[model], num_bytes=BYTES[dtype])
+@pytest.mark.parametrize(("model", "dtype", "cache", "cells"), TABLE)
+def test_the_table_follows_from_the_formula(
+    sizes: Any, model: str, dtype: str, cache: str, cells: str
+) -> None:
+    weights, token, row = sizes(*SHAPES[model], weight_bytes=BYTES[dtype], cache_bytes=BYTES[cache])
     gigabytes = f"{weights / 1e9:.2f}" if weights < 1e9 else f"{weights / 1e9:.1f}"
     want = f"{gigabytes} GB | {token / 1e3:.1f} kB | {(1 << 30) // token:,} | {row / 1e6:.2f} MB"
     assert cells == want

@@ -226,7 +226,7 @@ def test_weights_that_are_none_or_not_merged_are_refused_with_the_remedy(
         ({7: state[f"{name}.weight"]}, "must have strings as keys, got 7"),
         (
             state | {f"_orig_mod.{name}.weight": state[f"{name}.weight"] + 1},
-            "twice once the parts added by wrappers",
+            "twice after the prefixes of wrappers",
         ),
     ]
     for weights, says in others:

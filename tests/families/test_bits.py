@@ -11,7 +11,7 @@ import pytest
 from families.rows import RIGHT, Row
 from families.tiny import model_of
 from families.trials import GREEDY, SCORED, Driven, load, prompts
-from logprobe.engine.forward import attention
+from logprobe.engine.forward.cpu import attention
 
 if TYPE_CHECKING:
     from logprobe.text.edge import TextEdge

@@ -26,8 +26,7 @@ from families.trials import TOLERANCE, Truth, load, prompts, quick_differences
 from logprobe.engine.forward.config import Rule
 from logprobe.engine.forward.families import ACTIVATIONS, FAMILIES
 from logprobe.engine.forward.reference import logits
-from logprobe.engine.forward.reference.attention import attend
-from logprobe.engine.forward.reference.functions import softmax
+from logprobe.engine.forward.reference.layers import attend, softmax
 from logprobe.errors import UnsupportedModelError
 from logprobe.kernels.arrays import as_array
 from logprobe.models import resolve

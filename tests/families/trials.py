@@ -12,7 +12,9 @@ import torch
 
 from logprobe.config import EngineConfig
 from logprobe.engine.engine import Engine
-from logprobe.engine.forward import attention, native, transformers_ready
+from logprobe.engine.forward import native
+from logprobe.engine.forward.cpu import attention
+from logprobe.engine.forward.torch import transformers_ready
 from logprobe.engine.output_builder import Describer, OutputBuilder
 from logprobe.models import ModelFiles
 from logprobe.records import LogprobsInfo

@@ -27,13 +27,16 @@ from logprobe.kernels.draw.params import DrawParams
 from logprobe.kernels.draw.reference import draw_reference
 from logprobe.kernels.extraction import reference
 from logprobe.kernels.layers.forms import PanelWeights, empty_panels, fill_blocks, pack_floats
-from logprobe.kernels.layers.gate import ACTIVATIONS, gate_stage
 from logprobe.kernels.layers.layout import FORMS
-from logprobe.kernels.layers.norm import norm_stage
 from logprobe.kernels.layers.panels import Finish, panel_stage
-from logprobe.kernels.layers.rotary import Projections, rotary_stage
-from logprobe.kernels.layers.softcap import softcap_stage
-from logprobe.kernels.layers.store import store_rows
+from logprobe.kernels.layers.rows import (
+    ACTIVATIONS,
+    Projections,
+    gate_stage,
+    norm_stage,
+    rotary_stage,
+    softcap_stage,
+)
 from logprobe.kernels.native import VARIANTS, Library
 from logprobe.records.rows import KERNEL_EXTRAS
 
@@ -389,28 +392,6 @@ def test_soft_caps(*, num_rows: int, width: int, cap: float, scale: float) -> No
     want = cap * torch.tanh(logits.double() / cap)
     assert torch.equal(got.isnan(), logits.isnan())
     assert ((got - want).abs() <= 4e-7 * want.abs() + 1e-44)[~want.isnan()].all()
-
-
-@few
-@given(
-    num_rows=st.sampled_from([0, 1, 63, 64, 65, 130]),
-    dims=st.sampled_from([(1, 1), (5, 3), (16, 64)]),
-    special=st.sampled_from(SPECIAL),
-)
-def test_store(num_rows: int, dims: tuple[int, int], special: float) -> None:
-    key, value = (numbers((num_rows, 2, dim), dim) for dim in dims)
-    key[: num_rows // 2], value[num_rows // 2 :] = special, special
-    slots = torch.randperm(150, generator=torch.Generator().manual_seed(num_rows))[:num_rows]
-
-    def store() -> list[Tensor]:
-        pools = [torch.full((150, 2, dim), 7.0) for dim in dims]
-        store_rows(key, pools[0], value, pools[1], slots)
-        return pools
-
-    for pool, rows in zip(everywhere(store), (key, value), strict=True):
-        want = torch.full(pool.shape, 7.0)
-        want[slots] = rows
-        assert torch.equal(pool.view(torch.int32), want.view(torch.int32))
 
 
 # -- attention -------------------------------------------------------------------------------------

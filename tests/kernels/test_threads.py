@@ -15,14 +15,15 @@ import pytest
 import torch
 
 from logprobe.kernels import threads
-from logprobe.kernels.arrays import as_array
-from logprobe.kernels.layers import norm
-from logprobe.kernels.layers.norm import norm_stage
+from logprobe.kernels.layers.rows import norm_stage
 from logprobe.kernels.stages import Stage
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    return torch.from_numpy(norm.rms_norm(as_array(x), as_array(weight), epsilon))
+    out = x.contiguous().clone()
+    rows = out.view(-1, x.shape[-1])
+    norm_stage(rows, weight, rows, epsilon).run()
+    return out
 
 
 def adding(num_items: int) -> tuple[Stage, torch.Tensor]:
@@ -72,15 +73,19 @@ def test_torch_computes_the_same_between_runs() -> None:
 FORK = """
 import os, sys, torch
 from logprobe.kernels import threads
-from logprobe.kernels.layers.norm import rms_norm
+from logprobe.kernels.layers.rows import norm_stage
 threads.set_num_threads(3)
 x, weight = torch.randn(500, 64), torch.ones(64)
-want = rms_norm(x, weight, 1e-5)
+def normed():
+    out = torch.empty_like(x)
+    norm_stage(x, weight, out, 1e-5).run()
+    return out
+want = normed()
 child = os.fork()
 if child == 0:
-    os._exit(0 if all((rms_norm(x, weight, 1e-5) == want).all() for _ in range(100)) else 1)
+    os._exit(0 if all((normed() == want).all() for _ in range(100)) else 1)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-assert (rms_norm(x, weight, 1e-5) == want).all()
+assert (normed() == want).all()
 """
 
 
@@ -94,7 +99,7 @@ def test_a_forked_child_has_threads_of_its_own() -> None:
 FORK_WHILE_BUSY = """
 import os, threading, torch
 from logprobe.kernels import threads
-from logprobe.kernels.layers.norm import norm_stage
+from logprobe.kernels.layers.rows import norm_stage
 from logprobe.kernels.stages import Series
 threads.set_num_threads(3)
 x, weight = torch.randn(500, 64), torch.ones(64)
@@ -154,7 +159,7 @@ def test_the_number_of_threads_may_change_between_runs() -> None:
 ONE_CORE = """
 import os, torch
 from logprobe.kernels import threads
-from logprobe.kernels.layers.norm import norm_stage
+from logprobe.kernels.layers.rows import norm_stage
 from logprobe.kernels.stages import Series
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 threads.set_num_threads(4)
@@ -181,7 +186,7 @@ LIMITED = """
 import resource, sys, torch
 from pathlib import Path
 from logprobe.kernels import extract, threads
-from logprobe.kernels.layers.norm import norm_stage
+from logprobe.kernels.layers.rows import norm_stage
 def status(name):
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(name + ":"))

@@ -47,7 +47,7 @@ def test_no_network_is_one_line_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -
     error = LocalEntryNotFoundError("cannot reach the hub\nand more lines")
     monkeypatch.setattr("huggingface_hub.snapshot_download", failing(error))
     with pytest.raises(
-        DownloadError, match=r"owner/model: cannot download from the hub .*HF_HUB_OFFLINE"
+        DownloadError, match=r"owner/model: cannot download from the Hugging Face Hub .*HF_HUB_OFFLINE"
     ) as caught:
         resolve(NAME)
     assert "\n" not in str(caught.value)
@@ -58,14 +58,14 @@ def test_no_network_is_one_line_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -
 def test_offline_mode_is_honoured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(DownloadError, match="owner/model: cannot download from the hub"):
+    with pytest.raises(DownloadError, match="owner/model: cannot download from the Hugging Face Hub"):
         resolve(NAME)
 
 
 @pytest.mark.parametrize(
     ("kind", "ours", "words"),
     [
-        (RepositoryNotFoundError, ModelNotFoundError, "no such model on the hub"),
+        (RepositoryNotFoundError, ModelNotFoundError, "nor a model on the Hugging Face Hub"),
         (GatedRepoError, DownloadError, "hf auth login"),
     ],
 )

@@ -94,7 +94,7 @@ def test_a_file_that_was_moved_is_found_where_it_is_named(
     folder = entry_of(path)
     assert home.is_dir()
     moved = path.rename(tmp_path / "moved.gguf")
-    with pytest.raises(ModelNotFoundError, match=r"tiny\.gguf: no longer exists; give the present path"):
+    with pytest.raises(ModelNotFoundError, match=r"tiny\.gguf: no longer exists; give the current path"):
         resolve(str(folder))
     monkeypatch.chdir(tmp_path)
     assert entry_of(Path(moved.name)) == folder

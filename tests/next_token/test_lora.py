@@ -184,7 +184,7 @@ def test_an_adapter_with_weights_that_have_no_place_is_refused(
     folder = changed_copy(next(iter(adapter_folders.values())), tmp_path / "a")
     file = folder / "adapter_model.safetensors"
     save_file(load_file(file) | {"base_model.model.extra.weight": np.ones(3)}, file)
-    with pytest.raises(ModelError, match="changes extra, which is no linear layer"):
+    with pytest.raises(ModelError, match="changes extra, which is neither a linear layer"):
         fresh.add_lora("odd", folder)
 
 

@@ -301,9 +301,9 @@ def test_time_steps_and_rows_are_counted_by_processor(
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({"ad": 1}, "no registered processor takes 'ad'; did you mean 'add'?; registered: Add (add, fault)"),
-        ({"thinking_budget": 1}, "ThinkingBudgetLogitsProcessor takes it but is not registered; start with"),
-        ({"zzz": 1}, "register the processor that takes it"),
+        ({"ad": 1}, "has the argument 'ad'; did you mean 'add'?; registered: Add (add, fault)"),
+        ({"thinking_budget": 1}, "ThinkingBudgetLogitsProcessor has it but is not registered; start with"),
+        ({"zzz": 1}, "register the processor that has it"),
         ({"add": "x"}, "Expected `float`, got `str` - at `$.add`"),
     ],
 )

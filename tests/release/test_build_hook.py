@@ -170,6 +170,39 @@ def test_the_error_of_a_compiler_that_fails_holds_its_words(
     assert not (hook.FOLDER / "sources.sha256").exists()
 
 
+def test_a_build_keeps_the_old_libraries_until_all_are_compiled_and_open_files_stay_whole(
+    hook: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hook.FOLDER.mkdir()
+    old = hook.FOLDER / "kernels_v4.so"
+    old.write_text("old")
+    (hook.FOLDER / "kernels_neon.so").touch()  # of another target
+
+    def compile_new(command: list[Any]) -> None:
+        assert old.read_text() == "old"
+        Path(command[command.index("-o") + 1]).write_text("new")
+
+    monkeypatch.setattr(hook, "run", compile_new)
+    monkeypatch.setenv("LOGPROBE_TARGET", "manylinux_2_28_x86_64")
+    with old.open() as loaded:
+        built(hook, tmp_path)
+        assert loaded.read() == "old"
+    assert old.read_text() == "new"
+    names = {"kernels_v3.so", "kernels_v4.so", "declarations.py", "sources.sha256"}
+    assert {path.name for path in hook.FOLDER.iterdir()} == names
+
+
+def test_a_build_that_fails_leaves_the_old_libraries(
+    hook: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hook.FOLDER.mkdir()
+    (hook.FOLDER / "kernels_v4.so").write_text("old")
+    monkeypatch.setenv("CXX", str(program(tmp_path, "cxx", "exit 1")))
+    with pytest.raises(RuntimeError, match="do not compile"):
+        built(hook, tmp_path)
+    assert (hook.FOLDER / "kernels_v4.so").read_text() == "old"
+
+
 def test_the_description_for_an_index_has_paths_in_place_of_relative_links(
     hook: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,13 +52,13 @@ def raw_request(server: Any, path: str, body: dict[str, Any]) -> Iterator[socket
 
 
 def test_keys_let_in_who_brings_one(new_server: Any) -> None:
-    with new_server(api_key=("one", "two", "zwö")) as server:
+    with new_server(api_key=("one", "two")) as server:
         assert server.get("/health").status_code == 200
         for path in ("/v1/models", "/metrics", "/v1/capabilities"):
             refused = server.get(path)
             assert refused.status_code == 401
             assert refused.json()["error"]["code"] == "invalid_api_key"
-        for key, status in {"one": 200, "two": 200, "onetwo": 401, "o": 401, "ö": 401, "zwö": 200}.items():
+        for key, status in {"one": 200, "two": 200, "onetwo": 401, "o": 401, "ö": 401}.items():
             headers = {"Authorization": f"Bearer {key}".encode()}
             assert (
                 httpx.get(f"{server.url}/v1/models", headers=headers, timeout=PATIENCE_S).status_code
@@ -359,6 +359,9 @@ def test_settings_that_cannot_be_are_refused() -> None:
         {"metrics_port": -1},
         {"max_logprobs": -2},
         {"api_key": ("",)},
+        {"api_key": ("zwölf",)},
+        {"api_key": ("one two",)},
+        {"operator_key": ("0123456789abcdef\n",)},
         {"max_requests": 0},
     ):
         with pytest.raises(ValueError, match=next(iter(wrong))):

@@ -305,7 +305,7 @@ def test_own_ids_at_each_position_of_prompts_and_completions(server: Any) -> Non
             "loglikelihood",
             NAMED | {"logprob_token_ids": [[[3]], [5]]},
             "logprob_token_ids",
-            "1 lists for the 3 tokens",
+            "1 lists for a continuation of 3 tokens",
         ),
         (
             "loglikelihood",

@@ -56,6 +56,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "/v1/uncertainty": {"input": "the cat", "n": 1, "max_tokens": 2, "k": 1},
     **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), RANKED),
     "/v1/next_token_logprobs": {"prompts": ["the cat"]},
+    "/v1/hidden_states": {"prompts": ["the cat"]},
     "/tokenize": {"prompt": "the cat"},
     "/v1/tokenize": {"messages": MESSAGES},
     "/detokenize": {"tokens": [5]},

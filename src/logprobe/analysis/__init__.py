@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from logprobe._lazy import lazy_names
 
 if TYPE_CHECKING:
+    from logprobe.analysis.activation_files import activations_to_arrow as activations_to_arrow
+    from logprobe.analysis.activation_files import save_activations as save_activations
     from logprobe.analysis.auditing.conformance import ConformanceReport as ConformanceReport
     from logprobe.analysis.auditing.conformance import check_conformance as check_conformance
     from logprobe.analysis.auditing.endpoint import Endpoint as Endpoint
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from logprobe.analysis.distillation.settings import DistilSettings as DistilSettings
     from logprobe.analysis.labels import Classification as Classification
     from logprobe.analysis.labels import Judgement as Judgement
+    from logprobe.analysis.lens import LogitLens as LogitLens
     from logprobe.analysis.masked import MaskedLM as MaskedLM
     from logprobe.analysis.masked import MaskedScore as MaskedScore
     from logprobe.analysis.masked import MaskedWord as MaskedWord
@@ -72,6 +75,7 @@ _HOMES = {
     "FieldDistribution": ".members",
     "FittedConfidence": ".confidence",
     "Judgement": ".labels",
+    "LogitLens": ".lens",
     "LowConfidence": ".uncertainty",
     "MaskedLM": ".masked",
     "MaskedScore": ".masked",
@@ -88,6 +92,7 @@ _HOMES = {
     "Uncertainty": ".uncertainty",
     "Unit": ".texts",
     "Verification": ".verification",
+    "activations_to_arrow": ".activation_files",
     "audit": ".auditing.run",
     "binoculars": ".detection",
     "calibrate": ".confidence",
@@ -100,6 +105,7 @@ _HOMES = {
     "distil": ".distillation.run",
     "fields_of": "logprobe.records.fields",
     "read_rollouts": ".rollout_files",
+    "save_activations": ".activation_files",
     "save_baseline": ".baseline.models",
     "score_dataset": ".datasets.run",
     "verify": ".verification",

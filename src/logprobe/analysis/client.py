@@ -163,7 +163,7 @@ class ScoringClient(Client):
         has_cap = self.max_logprobs != -1
         allowed = f"must be {self.max_logprobs} or less (max_logprobs)"
         require(not has_cap or plan.k <= self.max_logprobs, "k", allowed, got=plan.k)
-        remedy = "requires whole-vocabulary rows, which max_logprobs does not allow; set it to -1"
+        remedy = "requires whole-vocabulary rows, which max_logprobs does not allow; set max_logprobs to -1"
         require(not (has_cap and plan.reads_rows), "self_certainty", remedy)
         ids, requests = self.ids_of(prompt), self.requests.of_one_call()
         admitted = [requests.admit(ids, self.allowed_params(params)) for params in plan.params]
@@ -236,7 +236,11 @@ class ScoringClient(Client):
             ids = IdLists.of([np.empty(0, np.int64)] * count)
         if isinstance(ids, IdLists):
             fits = len(ids) == count
-            require(fits, name, f"has {len(ids)} lists for the {count} tokens of a continuation")
+            require(
+                fits,
+                name,
+                f"has {len(ids)} lists for a continuation of {count} tokens; give one list per token",
+            )
         check_vocabulary(name, ids, self.engine.capabilities().vocab_size)
         return replace(params, logprob_token_ids=ids)
 

@@ -108,6 +108,6 @@ def _rows_of_both(observer: Scorer, performer: Scorer, ids: IntArray) -> Iterato
     for start, end, mine in whole_parts(observer, ids, POSITIONS_A_CALL):
         theirs = whole_scores(performer, (ids[:start], ids[start:end]))
         rows, others, missing_mass = common_columns(mine.rows, theirs.rows)
-        message = "has no output for tokens that the observer finds possible; use models with one vocabulary"
+        message = "lacks tokens to which the observer gives probability; use models with the same vocabulary"
         require(bool((missing_mass <= ROUNDING).all()), "performer", message)
         yield theirs.token_logprobs, measures.cross_entropy(rows, others)

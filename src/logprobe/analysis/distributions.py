@@ -182,7 +182,7 @@ def fitted_temperature(
     """
     raw, ids, numbers = np.asarray(rows, np.float64), np.asarray(token_ids), np.asarray(logprobs, np.float64)
     is_given = np.isfinite(numbers)
-    require(is_given.any(), "logprobs", "hold no finite number")
+    require(is_given.any(), "logprobs", "contain no finite number")
 
     def error(log_temperature: float) -> float:
         given = np.take_along_axis(tempered(raw, float(np.exp(log_temperature))), ids, -1)

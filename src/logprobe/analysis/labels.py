@@ -210,8 +210,8 @@ def _check_apart(owners: list[tuple[str, str]]) -> None:
     for (text, name), (other, other_name) in pairwise(sorted(owners, key=itemgetter(0))):
         if other.startswith(text):
             how = "equals" if text == other else "is a prefix of"
-            what = f"{text!r} ({name}) {how} {other!r} ({other_name}), so it would count for both"
-            raise ParameterError("labels", f"{what}; change it, for example by adding a full stop")
+            what = f"{text!r} ({name}) {how} {other!r} ({other_name}), so the second would count for both"
+            raise ParameterError("labels", f"{what}; change the first, for example by adding a full stop")
 
 
 def calibrated(found: Classification, base: Classification) -> Classification:
@@ -520,7 +520,7 @@ def _in_parts(scores: Sequence[Score], parts: Sequence[Sequence[Any]]) -> list[l
 def _checked_texts(texts: Sequence[Any], name: str) -> Sequence[str]:
     """Check that each element is a string that can be encoded as UTF-8, and return `texts`."""
     for text in texts:
-        require(isinstance(text, str), name, "must be a text, or texts", got=text)
+        require(isinstance(text, str), name, "must be a text or a list of texts", got=text)
         try:
             text.encode()
         except UnicodeEncodeError as error:

@@ -314,7 +314,9 @@ def _answers(confidences: npt.ArrayLike, is_correct: npt.ArrayLike) -> tuple[Flo
     values, hits = np.asarray(confidences, np.float64), np.asarray(is_correct, np.float64)
     require(values.ndim == 1 and len(values) > 0, "confidences", "must be a non-empty list of numbers")
     require(
-        values.shape == hits.shape, "is_correct", f"has shape {hits.shape} but confidences {values.shape}"
+        values.shape == hits.shape,
+        "is_correct",
+        f"has shape {hits.shape}, but confidences has {values.shape}; give one per confidence",
     )
     require(bool(np.all((values >= 0) & (values <= 1))), "confidences", "must be in [0, 1]")
     return values, hits
@@ -415,7 +417,11 @@ def roc_auc(values: npt.ArrayLike, labels: npt.ArrayLike) -> float | None:
         ParameterError: different lengths, or a value is NaN.
     """
     numbers, hits = np.asarray(values, np.float64), np.asarray(labels, np.bool_)
-    require(numbers.shape == hits.shape, "labels", f"has shape {hits.shape} but values {numbers.shape}")
+    require(
+        numbers.shape == hits.shape,
+        "labels",
+        f"has shape {hits.shape}, but values has {numbers.shape}; give one per value",
+    )
     require(not np.isnan(numbers).any(), "values", "must not be NaN; leave out items without a value")
     num_hits = int(hits.sum())
     num_others = len(hits) - num_hits

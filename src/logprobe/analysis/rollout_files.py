@@ -129,7 +129,7 @@ def write_rollouts(path: str | Path, outputs: Iterable[Any]) -> None:
     with parquet_writer(path, _SCHEMA, None if info is None else info.to_json().encode()) as write:
         waiting, num_bytes = [], 0
         for other, row in chain([first], rows):
-            require(other == info, "outputs", "have different settings; write one file for each")
+            require(other == info, "outputs", "have different settings; write one file per setting")
             waiting.append(row)
             num_bytes += row.nbytes
             if num_bytes >= BYTES_A_GROUP:

@@ -201,7 +201,9 @@ def _module_rows(model: Any, ids: IntArray, start: int) -> Iterator[tuple[int, F
 def _add_stored(table: _Table, rollouts: Iterable[Rollout], others: Iterable[Rollout]) -> None:
     for mine, theirs in zip_longest(rollouts, others):
         if mine is None or theirs is None:
-            raise InputError("the two sets have different numbers of completions; compare the same ones")
+            raise InputError(
+                "the two files have different numbers of completions; compare files of the same completions"
+            )
         if not np.array_equal(mine.token_ids, theirs.token_ids):
             raise InputError(f"{mine.name}, {theirs.name}: tokens differ; compare the same completions")
         for start in range(0, len(mine), POSITIONS_A_CALL):
@@ -319,10 +321,13 @@ class _Table:
             self._shaping, self._has_mass = shaping, has_mass
         if shaping != self._shaping:
             raise InputError(
-                f"{rollout.name}: sampled with {shaping}, others with {self._shaping}; compare them apart"
+                f"{rollout.name}: sampled with {shaping}, others with {self._shaping}; compare "
+                "them separately"
             )
         if has_mass != self._has_mass:
-            raise InputError(f"{rollout.name}: only some completions have log_kept_mass; compare them apart")
+            raise InputError(
+                f"{rollout.name}: only some completions have log_kept_mass; compare these separately"
+            )
         return shaping
 
     def _model_numbers(
@@ -336,7 +341,7 @@ class _Table:
         require(
             int(sampler.token_ids.max()) < rows.shape[1],
             "other",
-            "has a smaller vocabulary than the rollouts; use the sampler's model",
+            "has no output for some token ids of the rollouts; use the sampler's model",
         )
         # Use the sampler's kept mass if known, because rounding may change which tokens truncation keeps.
         known = shaping if mass is None else Shaping(temperature=shaping.temperature)

@@ -155,7 +155,11 @@ class _Layout:
 
     def ways(self, schema: Any, depth: int = 0) -> list[Way]:
         """Return the combinations of alternatives in `schema`."""
-        require(depth <= MAX_DEPTH, "schema", "has a circular $ref, or is nested too deeply; remove it")
+        require(
+            depth <= MAX_DEPTH,
+            "schema",
+            "has a circular $ref or is nested too deeply; remove the cycle or some levels",
+        )
         self._spend(1)
         if schema is False:
             return []

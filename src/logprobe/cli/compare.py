@@ -93,7 +93,9 @@ def _compared(
     from logprobe.analysis.comparison import compare_stored, compare_with_stored
 
     if b is None:
-        raise typer.BadParameter("missing; name the model to compare with", param_hint="B")
+        raise typer.BadParameter(
+            "missing; name the model to compare A with (or a scored .parquet, if A is one)", param_hint="B"
+        )
     if a.endswith(STORED) and b.endswith(STORED):
         return compare_stored(a, b)
     if texts is None and not a.endswith(BASELINE):

@@ -66,7 +66,7 @@ def read_texts(
     for row in islice(read_rows(find_sources(files, kind=kind, by_line=by_line), [column]), limit):
         text = row.values.get(column)
         if row.problem is not None or not isinstance(text, str):
-            raise InputError(f"{row.source}, line {row.line}: {row.problem or 'the text is not a string'}")
+            raise InputError(f"{row.place}: {row.problem or f'column {column!r} is not a string'}")
         texts.append(text)
     return texts
 

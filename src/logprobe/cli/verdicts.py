@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from typing import TYPE_CHECKING, Final
 
 from rich.text import Text
 
@@ -12,14 +13,24 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from logprobe.analysis.auditing.conformance import ConformanceReport
-    from logprobe.analysis.auditing.report import AuditReport, Finding
+    from logprobe.analysis.auditing.report import AuditReport, Evidence, Finding, Steadiness
     from logprobe.analysis.rollouts import RolloutReport
+
+DISTRIBUTION_WORDS: Final = {
+    "raw": "the model's own",
+    "temperature": "after temperature",
+    "kept": "what truncation kept, not renormalized",
+    "renormalised": "what truncation kept, renormalized",
+    "penalised": "after penalties",
+    "masked": "after a mask or a bias",
+    "scaled": "after a temperature that was not requested",
+    "none": "none that was computed",
+}
+"""Description of each distribution, by name."""
 
 
 def print_report(report: AuditReport) -> None:
     """Print the verdict, the findings with one row of evidence each, and further measurements."""
-    from logprobe.analysis.auditing.words import nats
-
     screen = console()
     colour = "bold green" if report.numbers == "PASS" else "bold red"
     words = "no number could be compared"
@@ -52,8 +63,6 @@ def print_conformance(report: ConformanceReport) -> None:
 
 
 def _print_findings(findings: Iterable[Finding]) -> None:
-    from logprobe.analysis.auditing.words import evidence_words
-
     screen = console()
     for finding in findings:
         style = "red" if finding.severity == "fault" else "yellow"
@@ -70,16 +79,13 @@ def _print_findings(findings: Iterable[Finding]) -> None:
 
 
 def _facts(report: AuditReport) -> Iterator[tuple[str, str]]:
-    from logprobe.analysis.auditing import words
-
     for distribution, asks in _grouped((name, ask) for ask, name in report.distributions.items()):
         others = f" and {len(asks) - 1} more" if asks[1:] else ""
-        yield "distribution", f"{words.distribution_words(distribution)}: {asks[0]}{others}"
-    lines = {
-        "errors": words.errors_words(report),
-        "steadiness": words.steadiness_words(report),
-    }
-    yield from ((name, line) for name, line in lines.items() if line is not None)
+        yield "distribution", f"{distribution_words(distribution)}: {asks[0]}{others}"
+    if report.errors:
+        yield "errors", errors_words(report)
+    if report.steadiness:
+        yield "steadiness", steadiness_words(report)
 
 
 def _grouped(pairs: Iterable[tuple[str, str]]) -> Iterable[tuple[str, list[str]]]:
@@ -92,6 +98,56 @@ def _grouped(pairs: Iterable[tuple[str, str]]) -> Iterable[tuple[str, list[str]]
 def _plain(text: str) -> str:
     """Escape non-printable characters in a text from an endpoint, because they could control the terminal."""
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+
+
+def nats(value: float) -> str:
+    """Format a value in nats."""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    return f"{value:.4f}" if abs(value) >= 1e-3 else f"{value:.1e}"
+
+
+def distribution_words(name: str) -> str:
+    """Describe a distribution by its name; names joined by `+` are described one after the other."""
+    return ", ".join(DISTRIBUTION_WORDS.get(part, part) for part in name.split("+"))
+
+
+def evidence_words(evidence: Evidence) -> str:
+    """Return the request, row and token of a piece of evidence, both log-probabilities, and the note."""
+    row = None if evidence.position is None else f"{evidence.where} row {evidence.position}"
+    token = None if evidence.token is None else repr(evidence.token)
+    place = ", ".join(part for part in (evidence.ask, row, token) if part is not None)
+    values = {"theirs": evidence.theirs, "ours": evidence.ours}
+    numbers = ", ".join(f"{name} {value:.4f}" for name, value in values.items() if value is not None)
+    return f"{place}: {'; '.join(part for part in (numbers, evidence.note) if part)}"
+
+
+def errors_words(report: AuditReport) -> str:
+    """Summarize all errors in a line; there must be some."""
+    worst, count = max(report.errors, key=lambda row: row.worst), sum(row.count for row in report.errors)
+    mean = math.fsum(row.mean * row.count for row in report.errors) / max(count, 1)
+    return f"{count:,} numbers: worst {nats(worst.worst)} ({worst.ask}), mean {nats(mean)}"
+
+
+def steadiness_words(report: AuditReport) -> str:
+    """Return under how many circumstances log-probabilities were steady, and the worst of the others."""
+    unsteady = [row for row in report.steadiness if not row.is_equal]
+    num_rows = len(report.steadiness)
+    words = f"steady in {num_rows - len(unsteady)} of {num_rows} circumstances"
+    if not unsteady:
+        return words
+    worst = max(unsteady, key=lambda row: math.inf if row.worst is None else row.worst)
+    return f"{words}; {worst.circumstance}: {steady_words(worst)}"
+
+
+def steady_words(row: Steadiness) -> str:
+    """Describe the outcome of one circumstance."""
+    if row.is_equal and not row.worst:
+        return "equal bits"
+    if row.worst is None:
+        return "differs"
+    begin = "" if row.begins_at is None else f" from row {row.begins_at} on"
+    return f"up to {nats(row.worst)}{begin}"
 
 
 def print_rollouts(report: RolloutReport, max_nats: float) -> None:
@@ -119,8 +175,6 @@ def _rollouts_verdict(report: RolloutReport, max_nats: float) -> tuple[str, str]
 
 
 def _rollouts_facts(report: RolloutReport) -> Iterator[tuple[str, str]]:
-    from logprobe.analysis.auditing.words import distribution_words
-
     scale = "" if report.scale is None else f", of {report.scale:.4g}"
     yield "stored numbers are", distribution_words(report.distribution) + scale
     yield "the trainer's", distribution_words(report.target)

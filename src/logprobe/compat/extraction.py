@@ -44,5 +44,8 @@ def batch_logprobs_to_cpu_rust(
     """
     if tuple(logprobs.shape[: token_ids.ndim]) != tuple(token_ids.shape):
         whole, own = tuple(logprobs.shape), tuple(token_ids.shape)
-        raise ParameterError("token_ids", f"shape {own} is not a prefix of the shape of logprobs {whole}")
+        raise ParameterError(
+            "token_ids",
+            f"has shape {own}, which must be the leading dimensions of logprobs, of shape {whole}",
+        )
     return host_array(logprobs), host_array(token_ids)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from logprobe.text.chat import Conversation, Conversations, Layout
     from logprobe.text.edge import TextEdge
     from logprobe.text.prompts import Prompt
-    from logprobe.transport.messages import Admitted, Request
+    from logprobe.transport.messages import Admitted, Lens, Request
 
 Advance: TypeAlias = "Callable[[RequestOutput], None]"
 """Progress callback, called with a request's output each time the output has grown."""
@@ -138,6 +138,16 @@ class Client:
             output.prompt = prompt
         return outputs
 
+    async def lens(self, prompt: Prompt, lens: Lens, *, add_special_tokens: bool = True) -> RequestOutput:
+        """Compute the predictions of a model's layers after each token of a prompt (`LLM.logit_lens`)."""
+        prompts = as_prompts(prompt)
+        require(len(prompts) == 1, "text", "must be one text, list of token ids or dict", got=prompt)
+        self.allowed_params(SamplingParams(max_tokens=0, prompt_logprobs=lens.k))
+        ids = self._as_ids(plain_prompt(prompts[0]), add_special_tokens=add_special_tokens)
+        params = self.allowed_params(SamplingParams(max_tokens=0))
+        [output] = checked(await self.run([self.requests.admit(ids, params, lens=lens)]), "raise")
+        return output
+
     async def stream(
         self,
         prompt: Prompt,
@@ -182,8 +192,10 @@ class Client:
         Cancellation aborts the requests. With `follow`, every request must have one sample and `logprobs`.
         """
         requests = [admission.request for admission in admitted]
-        with nullcontext() if watch is None else watch(requests) as advance:
-            self.engine.submit(admitted)
+        with (
+            nullcontext() if watch is None else watch(requests) as advance,
+            self.engine.submitted(admitted),
+        ):
             return await asyncio.gather(
                 *(self._follow(request.request_id, advance, follow) for request in requests)
             )
@@ -220,7 +232,11 @@ class Client:
             "must be a SamplingParams, or a list with one for each prompt",
             got=params,
         )
-        require(len(params) == count, "sampling_params", f"has {len(params)} values for {count} prompts")
+        require(
+            len(params) == count,
+            "sampling_params",
+            f"has {len(params)} items for {count} prompts; give one per prompt, or a single SamplingParams",
+        )
         return params
 
     def allowed_params(self, params: SamplingParams) -> SamplingParams:
@@ -236,7 +252,9 @@ class Client:
             require(is_few, name, f"must be between 0 and {self.max_logprobs} (max_logprobs), got {asked}")
         if self.lora is None or params.lora == self.lora:
             return params
-        remedy = f"is {params.lora!r}, but this view uses {self.lora!r}; use the LLM that it was made from"
+        remedy = (
+            f"is {params.lora!r}, but this model is with_lora({self.lora!r}); use the LLM without adapter"
+        )
         require(params.lora is None, "lora", remedy)
         return replace(params, lora=self.lora)
 

@@ -28,6 +28,6 @@ class Creator:
         """
         if self.is_gone:
             raise EngineClosedError(
-                f"the engine was started in process {self._pid} and does not work in a fork of it; "
+                f"the engine was started in process {self._pid} and cannot be used in a forked process; "
                 "create a new one in this process, or use the start method 'spawn' or 'forkserver'"
             )

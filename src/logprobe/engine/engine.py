@@ -7,15 +7,17 @@ thread (`backends.thread`) drives the engine and passes commands to it.
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from logprobe import runtime
+from logprobe.engine.activations import StepActivations
 from logprobe.engine.durations import Durations
 from logprobe.engine.forward.process_memory import give_back_later_memory
+from logprobe.engine.plan.capture import SampleCapture, check_capture
 from logprobe.engine.plan.sample import Sample, new_generator
 from logprobe.engine.plan.scheduler import Scheduler
 from logprobe.engine.prompt_rows import PromptScorer
@@ -79,10 +81,10 @@ class _Part:
         self._seconds, self._name, self._start = seconds, name, 0
 
     def __enter__(self) -> None:
-        self._start = time.perf_counter_ns()
+        self._start = runtime.perf_counter_ns()
 
     def __exit__(self, *_: object) -> None:
-        self._seconds[self._name] += (time.perf_counter_ns() - self._start) / 1e9
+        self._seconds[self._name] += (runtime.perf_counter_ns() - self._start) / 1e9
 
 
 class WeightSwap:
@@ -158,6 +160,8 @@ class Engine:
             ParameterError: the request can never be served.
         """
         check_request(request, max_len=self.max_len, vocab_size=self.forward.vocab_size)
+        if request.params.captures or request.lens is not None:
+            check_capture(request, self.forward.shape, max_len=self.max_len)
         return Admitted(request, self.sampling.admit(request.params))
 
     def load(self, command: LoadLora | LoadWeights) -> Layout | None:
@@ -227,9 +231,9 @@ class Engine:
 
     def advance(self) -> StepDeltas:
         """Run the part of a step that the next step depends on; pass the result to `events_of`."""
-        began_s = time.perf_counter()
+        began_s = runtime.perf_counter()
         step = self._advance()
-        self._durations["step"].add(time.perf_counter() - began_s)
+        self._durations["step"].add(runtime.perf_counter() - began_s)
         return step
 
     def _advance(self) -> StepDeltas:
@@ -238,6 +242,10 @@ class Engine:
         try:
             plan.sample_rows = self.sampling.prepare(plan.sample_rows)
             batch = plan.batch()
+            activations = None
+            if plan.captured:
+                activations = StepActivations(self.forward, plan, batch)
+                batch = activations.batch
             with self.clock.part("forward"):
                 self.forward.run(batch)
             scored: list[HostRows] = []
@@ -248,13 +256,15 @@ class Engine:
                 drawn = self._draw(plan.sample_rows, batch.draw_slots)
             with self.clock.part("record"):
                 step = self.recorder.record(zip(plan.prompt_rows, scored, strict=True), drawn)
+                if activations is not None:
+                    activations.collect(plan, step, self.recorder)
                 step.send(self.send)
         except BaseException as error:  # noqa: BLE001 - any error ends these requests, not the engine
             step = self._fail(plan, error)
             step.others = self._swap_weights()
             return step
         self.scheduler.settle(plan)
-        self._retire(plan.touched)
+        self._retire()
         step.others = self._swap_weights()
         return step
 
@@ -357,6 +367,10 @@ class Engine:
             for index in range(request.params.num_samples)
         ]
         for sample in samples:
+            if request.params.captures or request.lens is not None:
+                sample.capture_as(
+                    SampleCapture.of(request, sample.index, self.forward.shape), self.forward.shape
+                )
             self.recorder.open(sample)
             if admitted.processor_args:
                 self.sampling.open(sample, number, admitted.processor_args)
@@ -410,10 +424,10 @@ class Engine:
             logits[indices] = part
         return logits
 
-    def _retire(self, samples: set[Sample]) -> None:
-        for sample in samples:
-            if sample.is_finished:
-                self.scheduler.release(sample)
+    def _retire(self) -> None:
+        """Release the samples that have ended, in an order that only depends on the requests."""
+        for sample in [sample for sample in self.scheduler.running if sample.is_finished]:
+            self.scheduler.release(sample)
 
     def _fail(self, plan: StepPlan, error: BaseException) -> StepDeltas:
         failed = self.scheduler.roll_back(plan)

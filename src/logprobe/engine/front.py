@@ -8,8 +8,6 @@ once per batch of events.
 from __future__ import annotations
 
 import itertools
-import threading
-import time
 from collections.abc import Mapping
 from contextlib import aclosing, contextmanager
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 from msgspec.structs import replace
 
+from logprobe import runtime
 from logprobe.engine.creator import Creator
 from logprobe.engine.loras import LoraTable
 from logprobe.engine.output_builder import Describer, OutputBuilder
@@ -70,13 +69,13 @@ class Front:
         self._capabilities = own = core.capabilities()
         self._describer = Describer(own.source(), own.vocab_size, table)
         self._numbers = itertools.count(1)  # load numbers, shared by LoRA weights and model weights
-        self._loading = threading.Lock()  # serializes loads of model weights
+        self._loading = runtime.Lock()  # serializes loads of model weights
         self._streams: RequestStreams[Event] = RequestStreams(
             BUFFER_ROWS,
             pause=lambda request_id: core.send(Pause(request_id, "reader")),
             resume=lambda request_id: core.send(Resume(request_id, "reader")),
         )
-        self._lock = threading.Lock()
+        self._lock = runtime.Lock()
         # `_lock` guards everything below.
         self._builders: dict[str, OutputBuilder] = {}
         self._read: set[str] = set()  # ids that have a reader
@@ -100,14 +99,15 @@ class Front:
             admitted,
             lora_number=lora_number,
             weights_number=self.weights_number,
-            admitted_s=time.monotonic(),
+            admitted_s=runtime.monotonic(),
         )
 
     def submit(self, admitted: Sequence[Admitted]) -> tuple[Admitted, ...]:
         """Submit admitted requests as a group; they start in the same step if they fit.
 
-        Afterwards call `result` or `stream` exactly once per request. Returns the requests with the load
-        number of the LoRA weights in use, which may have been reloaded since `admit`.
+        Afterwards call `result` or `stream` exactly once per request; if other tasks do so, use `submitted`.
+        Returns the requests with the load number of the LoRA weights in use, which may have been reloaded
+        since `admit`.
 
         Raises:
             ParameterError: a request id is in use, or LoRA weights were removed; no request was accepted.
@@ -116,6 +116,24 @@ class Front:
         accepted = self._open(admitted)
         self.core.send(Submit(accepted))
         return accepted
+
+    @contextmanager
+    def submitted(self, admitted: Sequence[Admitted]) -> Iterator[tuple[Admitted, ...]]:
+        """Submit requests as `submit` does; at the end of the block, abort those that have no reader.
+
+        A task that is cancelled before its first step never calls `result` or `stream`.
+        """
+        accepted = self.submit(admitted)
+        try:
+            yield accepted
+        finally:
+            for request_id in (one.request.request_id for one in accepted):
+                with self._lock:
+                    is_unread = request_id in self._builders and request_id not in self._read
+                if is_unread:
+                    self._streams.unregister(request_id)
+                    self.core.send(Abort(request_id))
+                    self._forget(request_id)
 
     async def result(self, request_id: str) -> RequestOutput:
         """Wait for a request's final output; cancelling the wait aborts the request."""

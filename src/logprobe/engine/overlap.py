@@ -8,9 +8,9 @@ are the same as with `SerialLoop` in `backends.thread`.
 from __future__ import annotations
 
 import itertools
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from logprobe import runtime
 from logprobe.transport import AsyncCPUTransfer
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class OverlappedLoop:
         self._publish = publish
         self._transfer = transfer or AsyncCPUTransfer()
         self._numbers = itertools.count()
-        self._publisher = ThreadPoolExecutor(1, thread_name_prefix="logprobe-publish")
+        self._publisher = runtime.ThreadPoolExecutor(1, thread_name_prefix="logprobe-publish")
         self._publishing: tuple[StepDeltas, Future[BaseException | None]] | None = None
         engine.send = self._send
 

@@ -201,8 +201,9 @@ class ScoringActor:
             _check_release(release)
             if ray.get(counter.count.remote()) > max_starts:
                 raise EngineError(
-                    f"ray: actors died after {max_starts} starts in total; give each more memory with fewer "
-                    "actors (--ray-actors) or a smaller model, and continue with resume=True (--resume)"
+                    f"ray: actors kept dying and were started {max_starts} times in total; give each more "
+                    "memory (fewer actors with --ray-actors, or a smaller model), and continue with "
+                    "resume=True (--resume)"
                 )
             self._scorer = RowScorer(open_llm(), settings)
         except LogprobeError as error:

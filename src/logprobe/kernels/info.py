@@ -29,7 +29,11 @@ def native_library() -> Library | None:
     try:
         return library()
     except OSError as error:
-        logger.warning("native kernels: %s; models on the CPU run in PyTorch, slowly; %s", error, REMEDY)
+        logger.warning(
+            "native kernels are not available (%s); models on the CPU run in PyTorch, which is slow; %s",
+            error,
+            REMEDY,
+        )
         return None
 
 

@@ -158,11 +158,12 @@ def snapshot(repository: str, *, download: bool) -> Path:
         )
     except GatedRepoError as error:
         raise DownloadError(
-            f"{repository}: is a gated model; request access on the hub, then run `hf auth login`"
+            f"{repository}: is a gated model; request access on the Hugging Face Hub, then run "
+            "`hf auth login`"
         ) from error
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise ModelNotFoundError(
-            f"{repository}: there is no such local folder and no such model on the hub; check the name"
+            f"{repository}: is neither a local folder nor a model on the Hugging Face Hub; check the name"
         ) from error
     except (HfHubHTTPError, OSError, ValueError) as error:
         if not download:
@@ -171,6 +172,6 @@ def snapshot(repository: str, *, download: bool) -> Path:
             ) from error
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise DownloadError(
-            f"{repository}: cannot download from the hub ({reason[:160]}); check the network, "
+            f"{repository}: cannot download from the Hugging Face Hub ({reason[:160]}); check the network, "
             "HF_HUB_OFFLINE and the free disk space, or give a local folder"
         ) from error

@@ -46,7 +46,7 @@ def as_name(model: Any, tokenizer: Any = None) -> Iterator[str]:
         require(
             is_own,
             "tokenizer",
-            "must be None unless model is a loaded model; a model given by name has its own",
+            "must be None unless model is a loaded model; a model given by name uses its own tokenizer",
         )
         yield name
         return

@@ -281,7 +281,12 @@ def plain_names(names: Iterable[str]) -> list[str]:
         if all(name.startswith(prefix) for name in plain):
             plain = [name.removeprefix(prefix) for name in plain]
     twice = [name for name, count in Counter(plain).items() if count > 1][:1]
-    require(not twice, "weights", f"have the name {twice} twice once the parts added by wrappers are removed")
+    require(
+        not twice,
+        "weights",
+        f"have the name {twice} twice after the prefixes of wrappers (such as module.) are removed; "
+        "pass the state dict of a single model",
+    )
     return plain
 
 

@@ -374,9 +374,13 @@ def _read_config(name: str, folder: Path) -> _Config:
     try:
         config = msgspec.convert(content, _Config)
     except msgspec.ValidationError as error:
-        raise UnsupportedModelError(f"lora {name!r}: {CONFIG}: {in_one_line(error)}; fix it") from error
+        raise UnsupportedModelError(
+            f"lora {name!r}: {CONFIG}: {in_one_line(error)}; correct the file"
+        ) from error
     if not all(map(math.isfinite, (config.lora_alpha, *(config.alpha_pattern or {}).values()))):
-        raise UnsupportedModelError(f"lora {name!r}: {CONFIG}: lora_alpha must be a finite number; fix it")
+        raise UnsupportedModelError(
+            f"lora {name!r}: {CONFIG}: lora_alpha must be a finite number; correct the file"
+        )
     return config
 
 
@@ -469,7 +473,8 @@ def _check_patterns(name: str, config: _Config, modules: ModelModules) -> None:
         )
     except subprocess.TimeoutExpired as error:
         raise UnsupportedModelError(
-            f"lora {name!r}: its patterns take longer than {PATTERN_LIMIT_S} s to match; list module names"
+            f"lora {name!r}: its patterns take longer than {PATTERN_LIMIT_S} s to match; list "
+            "module names instead"
         ) from error
 
 
@@ -507,7 +512,8 @@ class _File:
                 if weight is not None and len(weight) != size:
                     raise UnsupportedModelError(
                         f"lora {self._name!r}: has a resized vocabulary: {module_name} has {len(weight)} "
-                        f"rows, the model's {size}; resize the model (resize_token_embeddings) and load that"
+                        f"rows, but {size} in the model; resize the model "
+                        "(resize_token_embeddings), save it and load it"
                     )
 
     def add_part_(self, lora: LoraWeights, module_name: str, modules: ModelModules) -> None:
@@ -515,8 +521,8 @@ class _File:
         is_embedding, is_linear = module_name == lora.embedding, module_name in modules.linear
         if not (is_linear or is_embedding):
             raise UnsupportedModelError(
-                f"lora {self._name!r}: changes {module_name}, which is no linear layer of the model, nor its "
-                f"input embedding or output head; {MERGE}"
+                f"lora {self._name!r}: changes {module_name}, which is neither a linear layer nor the input "
+                f"embedding or output head of the model; {MERGE}"
             )
         if is_embedding:
             num_inputs, num_outputs = modules.embedding_shape

@@ -159,7 +159,7 @@ def _check_linked(folder: Path) -> None:
         return
     path = link.readlink()
     if not path.is_file():
-        raise ModelNotFoundError(f"{path}: no longer exists; give the present path of the .gguf file")
+        raise ModelNotFoundError(f"{path}: no longer exists; give the current path of the .gguf file")
     try:
         sha256 = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["source_sha256"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:

@@ -251,7 +251,7 @@ class FieldSums:
         for token in sorted(tokens):
             for token_id in self._completion.token_ids[place:token]:
                 remedy = "pass the output that was generated with this grammar"
-                require(matcher.accept(token_id), "output", f"has a token its grammar rejects; {remedy}")
+                require(matcher.accept(token_id), "output", f"has a token that the grammar rejects; {remedy}")
             place, found[token] = token, matcher.copy()
         return found
 
@@ -318,7 +318,7 @@ def _completion_of(output: RequestOutput, index: int) -> CompletionOutput:
     require(is_place, "index", f"must be the index of one of {len(output.outputs)} completions", got=index)
     completion = output.outputs[index]
     is_raw = completion.logprobs is not None and _params_of(output).logprobs_mode != "processed_logprobs"
-    remedy = "set logprobs=0, and logprobs_mode='both' for the processed ones, too"
+    remedy = "set logprobs=0, with logprobs_mode='both' if you also need the processed ones"
     require(is_raw, "logprobs", f"raw log-probabilities were not requested; {remedy}")
     return completion
 

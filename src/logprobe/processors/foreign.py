@@ -77,7 +77,7 @@ def adapt_callable(
         require(
             num_parameters in {2, 3},
             "factory",
-            f"{name}: returned a callable with {num_parameters} parameters",
+            f"{name}: returned a callable with {num_parameters} parameters; it must take 2 or 3",
         )
         prompt = [*map(int, row.prompt_token_ids)]
         first = (prompt,) if num_parameters == 3 else ()

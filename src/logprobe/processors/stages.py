@@ -292,10 +292,10 @@ class Stages:
         known = sorted(name for stage in self.registered for name in stage.keys)
         near = closest(key, known, 0.6)
         if owner is not None:
-            remedy = f"{owner} takes it but is not registered; start with logits_processors=[{owner!r}]"
+            remedy = f"{owner} has it but is not registered; start with logits_processors=[{owner!r}]"
         elif near:
             remedy = f"did you mean {near!r}?"
         else:
-            remedy = "register the processor that takes it with logits_processors=[...]"
-        refused = f"no registered processor takes {shortened(key)!r}"
+            remedy = "register the processor that has it with logits_processors=[...]"
+        refused = f"no registered processor has the argument {shortened(key)!r}"
         return f"{refused}; {remedy}; registered: {registered or 'none'}"

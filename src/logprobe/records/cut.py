@@ -31,7 +31,9 @@ def cut_to_mass(logprobs: npt.ArrayLike, chosen_ids: npt.ArrayLike, mass: float)
     if not 0 < mass <= 1:
         raise ParameterError("mass", f"must be in (0, 1], got {mass}")
     if rows.ndim != 2 or chosen.shape != rows.shape[:1]:
-        raise ParameterError("chosen_ids", f"has shape {chosen.shape} for rows {rows.shape}; one a row")
+        raise ParameterError(
+            "chosen_ids", f"has shape {chosen.shape} for logprobs of shape {rows.shape}; give one id per row"
+        )
     if np.isnan(rows).any() or np.isposinf(rows).any():
         raise ParameterError("logprobs", "a value is NaN or +inf; remove its row first")
     record = FlatLogprobs()

@@ -63,7 +63,9 @@ def fields_of(record: FlatLogprobs, text: str) -> list[Field]:
             record's bytes, or its pointers exceed `MAX_POINTER_CHARS` characters in total.
     """
     table = record.table
-    require(table is not None, "record", "has no token table; set one with with_table")
+    require(
+        table is not None, "record", "has no token texts; attach a token table with record.with_table(table)"
+    )
     assert table is not None
     token_ids = record.chosen_entries().token_ids.tolist()
     return Spelt([table.token_bytes(token_id) for token_id in token_ids], text).fields(record)

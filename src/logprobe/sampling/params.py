@@ -28,20 +28,27 @@ from logprobe.processors.arguments import (
     to_args,
 )
 from logprobe.records.rows import KERNEL_EXTRAS
-from logprobe.records.values import IdLists
+from logprobe.records.values import ExpertRoutes, IdLists
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    GivenRoutes: TypeAlias = ExpertRoutes | NDArray[Any]
+else:
+    GivenRoutes = ExpertRoutes  # as it is sent to other processes, whose messages cannot have both types
 
 NamedIds: TypeAlias = "Sequence[int] | NDArray[np.int64] | None"
 """Token ids to report at one position in addition to the most likely ones; None: report no others."""
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "both"]
 MODES: Final = ("raw_logprobs", "processed_logprobs", "both")
 COUNTS: Final = ("logprobs", "prompt_logprobs")
-FLAGS: Final = ("ignore_eos", "include_stop_str_in_output", *KERNEL_EXTRAS, "explain", "kept_ids", "digest")
+FLAGS: Final = (
+    *("ignore_eos", "include_stop_str_in_output", *KERNEL_EXTRAS, "explain", "kept_ids"),
+    *("digest", "return_routed_experts"),
+)
 REPORTING_FIELDS: Final = (
     *(*COUNTS, "logprob_token_ids", "logprobs_mode"),
-    *(*KERNEL_EXTRAS, "kept_ids", "explain", "digest"),
+    *(*KERNEL_EXTRAS, "kept_ids", "explain", "digest", "return_hidden_states", "return_routed_experts"),
 )
 """Parameters that determine what outputs report about tokens; all others determine the tokens."""
 PENALTIES: Final = ("repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -85,6 +92,10 @@ class SamplingParams:
             each with a value of the same name (extra `grammar`).
         logits_processors_args: arguments of the logits processors that the engine was started with.
         lora: name of the LoRA weights to use (`None`: the base model).
+        routed_experts: the experts to use in each layer of a mixture of experts, instead of those that the
+            router chooses: an integer array (positions, layers with experts, experts per token) for the first
+            positions of the text, such as `RequestOutput.replayed_experts`. Weights of experts are still the
+            router's.
         logprobs: number of alternatives per generated token, in addition to the chosen token (`None`: off;
             0: the chosen token only; -1: the whole vocabulary).
         prompt_logprobs: number of alternatives per prompt token, as for `logprobs`. They are raw, or with
@@ -103,6 +114,12 @@ class SamplingParams:
         explain: report how each processor changed the listed candidates, at every position.
         digest: report a digest of the raw row of each generated token, from which a holder of the weights can
             verify the reply (`logprobe verify`).
+        return_hidden_states: report hidden states of the prompt and of generated tokens. `last`: the states
+            after the final norm, from which the output head computes logits. Layer numbers: as in
+            transformers, 0 the embeddings, n the output of layer n, the number of layers the same as `last`;
+            negative ones count from the end.
+        return_routed_experts: report the experts that were used for each token of the prompt and before each
+            generated token.
     """
 
     # Sampling: the tokens of the completions.
@@ -128,6 +145,7 @@ class SamplingParams:
     response_format: Mapping[str, Any] | None = None
     logits_processors_args: Mapping[str, Any] | None = None
     lora: str | None = None
+    routed_experts: GivenRoutes | None = None
     # Reports: what outputs say about tokens.
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -139,6 +157,8 @@ class SamplingParams:
     kept_ids: bool = False
     explain: bool = False
     digest: bool = False
+    return_hidden_states: Literal["last"] | Sequence[int] | None = None
+    return_routed_experts: bool = False
 
     def __post_init__(self) -> None:
         self._normalise()
@@ -169,6 +189,10 @@ class SamplingParams:
             value = getattr(self, name)
             if type(value) not in PLAIN_TYPES:
                 normal[name] = _plain(name, value)
+        if self.return_hidden_states is not None:
+            normal["return_hidden_states"] = _layers("return_hidden_states", self.return_hidden_states)
+        if self.routed_experts is not None:
+            normal["routed_experts"] = ExpertRoutes.of("routed_experts", self.routed_experts)
         if self.logit_bias is not None:
             normal["logit_bias"] = _biases(_plain("logit_bias", self.logit_bias))
         for name in ("logit_bias", "logits_processors_args"):
@@ -183,7 +207,7 @@ class SamplingParams:
         if self.best_of is not None:
             require(self.best_of >= self.n, "best_of", f"must be at least n ({self.n}), got {self.best_of}")
             is_drawn = self.max_tokens > 0 or self.best_of == self.n
-            require(is_drawn, "best_of", "compares generated tokens; set max_tokens to 1 or more")
+            require(is_drawn, "best_of", "needs generated tokens to compare; set max_tokens to 1 or more")
 
     def _check_shape_of_distribution(self) -> None:
         require(self.temperature >= 0, "temperature", f"must be 0 or more, got {self.temperature}")
@@ -202,7 +226,7 @@ class SamplingParams:
             value = getattr(self, name)
             require(isinstance(value, bool), name, f"must be True or False, got {value!r}")
         is_name = self.lora is None or (isinstance(self.lora, str) and self.lora)
-        require(is_name, "lora", f"must be the name of LoRA weights or None, got {self.lora!r}")
+        require(is_name, "lora", f"must be the name of a LoRA adapter or None, got {self.lora!r}")
         is_reported = any(value is not None for value in counts.values())
         for name in (*KERNEL_EXTRAS, "logprob_token_ids"):
             is_asked = bool(getattr(self, name))
@@ -212,7 +236,9 @@ class SamplingParams:
             has_raw = self.logprobs is not None and self.logprobs_mode != "processed_logprobs"
             require(has_raw, "digest", "needs raw logprobs; set logprobs (0: the chosen token only)")
         is_both = self.prompt_logprobs is not None and self.logprobs is not None and self.max_tokens > 0
-        remedy = "lists per position apply to either prompt_logprobs or logprobs; set only one of them"
+        remedy = (
+            "with one list per position applies to either prompt_logprobs or logprobs; set only one of them"
+        )
         require(not (self.names_positions and is_both), "logprob_token_ids", remedy)
 
         has_processed = self.logprobs is not None and self.logprobs_mode != "raw_logprobs"
@@ -244,6 +270,15 @@ class SamplingParams:
     def asks_processors(self) -> bool:
         """True if the parameters have arguments for a built-in or registered logits processor."""
         return self.logits_processors_args is not None or field_values(self) != DEFAULT_VALUES
+
+    @property
+    def captures(self) -> bool:
+        """True if outputs report activations or routes of the model's layers, or routes are given."""
+        return (
+            self.return_hidden_states is not None
+            or self.return_routed_experts
+            or self.routed_experts is not None
+        )
 
     @property
     def names_positions(self) -> bool:
@@ -294,6 +329,21 @@ def _float(name: str, value: Any) -> float:
     return float(value)
 
 
+def _layers(name: str, value: Any) -> Literal["last"] | tuple[int, ...]:
+    """Convert `value` to `last` or to a tuple of layer numbers.
+
+    Raises:
+        ParameterError: `value` is neither, or has no number or one twice; the error's parameter is `name`.
+    """
+    if isinstance(value, str):
+        require(value == "last", name, f"must be 'last' or a list of layer numbers, got {value!r}")
+        return "last"
+    layers = tuple(_int(name, layer) for layer in _items(name, value, "layer numbers"))
+    require(layers, name, "must name at least one layer; leave it out for no hidden states")
+    require(len(set(layers)) == len(layers), name, "must name each layer once", got=value)
+    return layers
+
+
 def _items(name: str, values: Any, what: str) -> tuple[Any, ...]:
     try:
         return tuple(values)
@@ -334,7 +384,7 @@ def _id_array(name: str, value: Any, place: int) -> NDArray[np.int64]:
     except (TypeError, ValueError):
         array = np.empty((0, 0))
     is_list = array.ndim == 1 and (np.issubdtype(array.dtype, np.integer) or not array.size)
-    require(is_list, name, f"must hold a list of token ids at each position; at {place} is {value!r:.60}")
+    require(is_list, name, f"must be lists of token ids, one per position; item {place} is {value!r:.60}")
     return array.astype(np.int64)
 
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-import threading
 from collections import Counter, deque
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from logprobe import runtime
 from logprobe.processors.builtin.grammar import (
     MAX_CHOICES,
     MAX_GRAMMAR_BYTES,
@@ -31,6 +31,7 @@ from logprobe.server.openai.bodies import GUIDED, AnswersBody, LoglikelihoodBody
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from logprobe.engine.protocol import ModelShape
     from logprobe.sampling import SamplingParams
     from logprobe.server.settings import ServerSettings
     from logprobe.transport.messages import Request
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 # Memory of one log-probability entry (token id and logprob), in the engine's record and in the reply.
 RECORD_BYTES: Final = 8
 ENTRY_BYTES: Final = RECORD_BYTES + 250  # record, Python objects and JSON of one alternative
+ROUTE_BYTES: Final = 4 + 2 + 2 + 3  # per expert: in a step, in the output, and in the reply, also as base64
 WHOLE_ROW_BYTES: Final = 2 * 4  # per entry of a whole row: one copy in the engine, one in the reply
 
 CHARS_A_VALUE: Final = 16  # characters of text that count as one value
@@ -103,7 +105,7 @@ def check_count(settings: ServerSettings, limit: str, param: str, count: int, of
     """
     most = getattr(settings, limit)
     if count > most and most != -1:
-        raise bad_request(param, f"has {count} {of}; at most {most} ({limit})")
+        raise bad_request(param, f"has {count} {of}, but at most {most} are allowed ({limit})")
 
 
 def check_values(settings: ServerSettings, data: bytes) -> None:
@@ -273,6 +275,17 @@ class Cost:
         """Return the cost of `num_rows` next-token rows, at most `at_once` of which run concurrently."""
         return cls(requests=at_once, tokens=num_rows, logprob_bytes=at_once * vocab_size * WHOLE_ROW_BYTES)
 
+    @classmethod
+    def of_routes(cls, requests: Sequence[Request], shape: ModelShape | None) -> Cost:
+        """Return the additional cost of requests that report expert routes of a model with this shape."""
+        num_routes = 0 if shape is None else shape.num_expert_layers * shape.experts_per_token
+        num_tokens = sum(
+            request.params.num_samples * (len(request.prompt_token_ids) + request.params.max_tokens)
+            for request in requests
+            if request.params.return_routed_experts
+        )
+        return cls(requests=0, tokens=0, logprob_bytes=num_tokens * num_routes * ROUTE_BYTES)
+
     def __add__(self, other: Cost) -> Cost:
         return Cost(
             requests=self.requests + other.requests,
@@ -348,7 +361,7 @@ class Limits:
         self._in_use = Counter[str]()
         self._by_caller: dict[str, Counter[str]] = {}  # only callers with requests in progress
         self._queues: dict[str, deque[_Waiter]] = {}  # by caller, next turn first; no empty queues
-        self._lock = threading.Lock()
+        self._lock = runtime.Lock()
 
     def admit(self, cost: Cost, caller: str = "") -> Ticket:
         """Reserve capacity for a caller.

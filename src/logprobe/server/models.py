@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import Counter
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from logprobe import runtime
 from logprobe.engine.backends.start import start_engine
 from logprobe.engine.forward.system_limits import MAX_DEFAULT_BYTES, free_bytes
 from logprobe.errors import LogprobeError, require
@@ -99,7 +99,11 @@ class Models(ServerState):
             require(self._sizes[name] <= self._room, "also_model", f"{what}; {remedy}")
         for name in self.settings.preload:
             near = " or ".join(map(repr, self.further)) or "none; add it with also_model"
-            require(name in self.further, "preload", f"{name!r} is not a further model; known: {near}")
+            require(
+                name in self.further,
+                "preload",
+                f"{name!r} is not a model of --also-model or [models]; known: {near}",
+            )
         needed = sum(self._sizes[name] for name in set(self.settings.preload))
         what = f"the models need {in_words(needed)}, but further models may use {in_words(self._room)}"
         require(needed <= self._room, "preload", f"{what}; preload fewer, or raise max_models_bytes")
@@ -149,7 +153,7 @@ class Models(ServerState):
 
     def _leave(self, name: str) -> None:
         self._num_users[name] -= 1
-        self._left_s[name] = time.monotonic()
+        self._left_s[name] = runtime.monotonic()
 
     async def _named_by(self, request: HttpRequest, caller: str) -> str | None:
         """Return the model name in a request's query or body; None without one or if the body is invalid."""

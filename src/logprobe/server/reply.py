@@ -168,10 +168,11 @@ class Generation:
         Raises:
             LogprobeError: a request failed.
         """
-        self._service.engine.submit(self._admitted)
-        async with aclosing(merged([self._pieces(number) for number in range(len(self.requests))])) as all_:
-            async for pieces in all_:
-                yield pieces
+        sources = [self._pieces(number) for number in range(len(self.requests))]
+        with self._service.engine.submitted(self._admitted):
+            async with aclosing(merged(sources)) as all_:
+                async for pieces in all_:
+                    yield pieces
 
     async def _pieces(self, number: int) -> AsyncGenerator[list[CompletionPiece]]:
         """Yield the new pieces of one request as they are generated."""

@@ -10,7 +10,7 @@ import secrets
 import time
 from collections import deque
 from functools import cache
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import msgspec
 
@@ -246,6 +246,8 @@ class Service:
         """
         self._request_ids += [request.request_id for request in requests]
         cost = Cost.of(requests, self.vocab_size, num_echoes)
+        if any(request.params.return_routed_experts for request in requests):
+            cost += Cost.of_routes(requests, self.capabilities.shape)
         cost = cost if beside is None else cost + beside
         if self._awaited is not None:
             if cost == self._awaited:
@@ -430,10 +432,12 @@ class Service:
 
     @staticmethod
     def params_for(
-        body: ChoosesWeights, *, max_tokens: int, prompt_logprobs: int | None = None
+        body: ChoosesWeights, *, max_tokens: int, prompt_logprobs: int | None = None, **reports: Any
     ) -> SamplingParams:
-        """Return default parameters with these limits and the LoRA adapter that a body selects."""
-        return SamplingParams(max_tokens=max_tokens, prompt_logprobs=prompt_logprobs, lora=body.lora)
+        """Return default parameters with these limits and reports, and the LoRA adapter of a body."""
+        return SamplingParams(
+            max_tokens=max_tokens, prompt_logprobs=prompt_logprobs, lora=body.lora, **reports
+        )
 
     async def run_all(self, admitted: Sequence[Admitted]) -> list[RequestOutput]:
         """Run requests and return their outputs in order; cancelling the call aborts the requests.
@@ -441,10 +445,10 @@ class Service:
         Raises:
             LogprobeError: a request failed; the others were aborted.
         """
-        self.engine.submit(admitted)
         try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._result(request)) for request in admitted]
+            with self.engine.submitted(admitted):
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(self._result(request)) for request in admitted]
         except BaseExceptionGroup as errors:
             first = errors.exceptions[0]
             raise first from first.__cause__  # keep the cause, which tells client errors from ours
@@ -496,15 +500,15 @@ class Service:
         Raises:
             LogprobeError: a request failed.
         """
-        self.engine.submit(admitted)
-        tasks = deque(asyncio.create_task(self._result(request)) for request in admitted)
-        try:
-            while tasks:
-                yield await tasks.popleft()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        with self.engine.submitted(admitted):
+            tasks = deque(asyncio.create_task(self._result(request)) for request in admitted)
+            try:
+                while tasks:
+                    yield await tasks.popleft()
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
 
     async def rows(self, requests: Requests, prefixes: Sequence[IntArray], lora: str | None) -> list[Row]:
         """Return the next-token log-probabilities, (vocab_size,) nats each, after prefixes.

@@ -373,12 +373,15 @@ MIN_KEY_CHARS: Final = 16
 
 
 def check_keys(keys: Sequence[str], name: str, *, is_public: bool) -> None:
-    """Reject keys that could be guessed.
+    """Reject keys that could be guessed, or that clients encode differently.
 
     Raises:
-        ParameterError: a key is empty, or shorter than `MIN_KEY_CHARS` while `is_public` is set.
+        ParameterError: a key is empty, has other characters than visible ASCII, or is shorter than
+            `MIN_KEY_CHARS` while `is_public` is set.
     """
     require(all(keys), name, "a key is empty")
+    is_visible = all(key.isascii() and key.isprintable() and " " not in key for key in keys)
+    require(is_visible, name, "each key must consist of ASCII letters, digits and signs, without spaces")
     is_long = not is_public or all(len(key) >= MIN_KEY_CHARS for key in keys)
     remedy = f"must have at least {MIN_KEY_CHARS} characters if other machines can reach the server"
     require(is_long, name, f"each key {remedy}; create one with `openssl rand -hex 24`")

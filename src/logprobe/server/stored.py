@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import msgspec
 
+from logprobe import runtime
 from logprobe.errors import shortened
 from logprobe.server.http.errors import ApiError
 
@@ -45,7 +45,7 @@ class StoredResponses:
         self._max_conversation_bytes = max_conversation_bytes  # a conversation is decoded in one call
         self._kept: dict[tuple[bytes, str], StoredResponse] = {}  # oldest first
         self._counts, self._bytes = Counter[bytes](), Counter[bytes]()  # by owner
-        self._lock = threading.Lock()
+        self._lock = runtime.Lock()
 
     def keep(self, owner: bytes, response: dict[str, Any], messages: Sequence[dict[str, Any]]) -> None:
         """Store a response, unless it, or its conversation, is too large for the limits of the store."""

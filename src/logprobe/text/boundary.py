@@ -173,7 +173,7 @@ def _with_data(
 
 def _by_tokens(before: IntArray, whole: IntArray) -> Split:
     start = min(len(before), len(whole) - 1)
-    remedy = "its first token spans both texts, so nothing precedes it; leave out boundary='token'"
+    remedy = "ends within the first token, so nothing precedes that token; leave out boundary='token'"
     require(start > 0, "context", remedy)
     return Split(whole, start)
 
@@ -196,7 +196,9 @@ def _without_end(edge: TextEdge, before: IntArray, shared: Sequence[int]) -> Int
 def _by_bytes(edge: TextEdge, before: IntArray, whole: IntArray, first: int) -> Split:
     if first == 0:
         bos = edge.vocabulary.token_text(int(edge.prefix()[0]))
-        remedy = f"no token precedes the one that spans its end; begin the context with {bos!r}"
+        remedy = (
+            f"ends within the first token, so nothing precedes that token; begin the context with {bos!r}"
+        )
         raise ParameterError("context", remedy)
     tail = edge.vocabulary.bytes_of(before[first:].tolist())
     pieces = [edge.vocabulary.token_bytes(token_id) for token_id in whole[first:].tolist()]

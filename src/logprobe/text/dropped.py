@@ -58,7 +58,10 @@ def check_laid_out(
     roles = {message["role"]: index for index, message in enumerate(messages)}
     unknown_roles = {role: index for role, index in roles.items() if role not in KNOWN_ROLES}
     num_trials = len(unmarked) + len(unknown_roles) * len(KNOWN_ROLES)
-    many = f"need {num_trials} checks of fields against the model's template; at most {MAX_TRIALS}"
+    many = (
+        f"have too many fields whose effect must be checked: {num_trials} checks, at most "
+        f"{MAX_TRIALS}; send fewer"
+    )
     require(num_trials <= MAX_TRIALS, "messages", many)
     for path in unmarked:
         if _rendered(render, _without(messages, path)) == laid_out:
@@ -155,6 +158,8 @@ def refusal(path: FieldPath) -> str:
 
 def _refused(path: FieldPath, number: int) -> ParameterError:
     if number == OWN_TEXT:
-        takes_none = "the model's chat template ignores them, and the system message that describes them"
+        takes_none = (
+            "the model's chat template ignores them, and also a system message that would describe them"
+        )
         return ParameterError("tools", f"{takes_none}; describe them in a user message")
     return ParameterError(str(path._replace(message=number)), refusal(path))

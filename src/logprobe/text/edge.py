@@ -276,5 +276,5 @@ def as_token_ids(prompt: Any, name: str = "prompt") -> IntArray:
     require(is_ids, name, "must be a list of token ids", got=prompt)
     outside = ids[(ids < 0) | (ids > np.iinfo(np.int32).max)][:1]
     if len(outside):  # do not include the array in the message: numpy is slow to print it
-        raise ParameterError(name, f"token id {outside} is outside every vocabulary")
+        raise ParameterError(name, f"token id {outside} is outside the range of token ids")
     return ids.astype(np.int32)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 import zmq
 
+from logprobe import runtime
 from logprobe.errors import EngineError
 from logprobe.transport.codec import MAX_MESSAGE_BYTES
 
@@ -44,7 +44,7 @@ class Channel(Generic[T]):
         self._poller = zmq.Poller()
         for own in (self._incoming, lifeline):
             self._poller.register(own, zmq.POLLIN)
-        self._lock = threading.Lock()
+        self._lock = runtime.Lock()
         self._is_closed = False  # guarded by `_lock`, which also serializes sends
 
     @classmethod

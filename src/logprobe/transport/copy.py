@@ -6,18 +6,19 @@ its last result is left, so that a slow reader delays later copies but never see
 
 from __future__ import annotations
 
-import threading
 import weakref
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TypeVar
 
 import numpy as np
 
+from logprobe import runtime
 from logprobe.errors import require
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
+    from concurrent.futures import Future
     from types import TracebackType
 
     import torch
@@ -51,7 +52,7 @@ class CudaCopies:
     def __init__(self) -> None:
         import torch
 
-        self._lock = threading.Lock()
+        self._lock = runtime.Lock()
         self._cuda: Any = torch.cuda  # torch.cuda is only partly typed
         self._streams: dict[torch.device, Any] = {}
 
@@ -109,17 +110,17 @@ class AsyncCPUTransfer:
         require(max_workers >= 1, "max_workers", f"must be at least 1, got {max_workers}")
         self._device = device
         self._max_workers = max_workers
-        self._pool = ThreadPoolExecutor(max_workers, thread_name_prefix="logprobe-copy")
+        self._pool = runtime.ThreadPoolExecutor(max_workers, thread_name_prefix="logprobe-copy")
         # A finalizer, which may run inside any call, returns buffers; SimpleQueue.put is reentrant.
         # In the queue, _UNALLOCATED stands for a buffer that is allocated when it is first used.
         self._free: SimpleQueue[Any] = SimpleQueue()
         for _ in range(num_buffers):
             self._free.put(_UNALLOCATED)
-        self._lock = threading.Lock()
+        self._lock = runtime.Lock()
         # Everything below is guarded by `_lock`.
         self._transfers: dict[Hashable, Future[Any]] = {}
         self._is_closed = False
-        self._latest = threading.Event()  # set once the latest transfer has a buffer, or needs none
+        self._latest = runtime.Event()  # set once the latest transfer has a buffer, or needs none
         self._latest.set()
 
     def submit_transfer(self, tensor: Values, transfer_id: Hashable) -> Future[Values]:
@@ -188,21 +189,21 @@ class AsyncCPUTransfer:
 
     def _begin(self, tensor: Any) -> Future[Any]:
         if isinstance(tensor, np.ndarray) or tensor.is_cpu:
-            future: Future[Any] = Future()
+            future: Future[Any] = runtime.Future()
             future.set_result(tensor.view() if isinstance(tensor, np.ndarray) else tensor.detach())
             return future
         if self._device is None:
             known = "cuda and cpu are supported"
             require(tensor.is_cuda, "tensor", f"is on {tensor.device}; {known}")
             self._device = CudaCopies()
-        mark, before, own = self._device.mark(tensor), self._latest, threading.Event()
+        mark, before, own = self._device.mark(tensor), self._latest, runtime.Event()
         future = self._pool.submit(self._copy, tensor.detach(), self._device, mark, (before, own))
         # runs even if the transfer is cancelled before it starts
         future.add_done_callback(lambda _: own.set())
         self._latest = own
         return future
 
-    def _take_buffer(self, before: threading.Event, own: threading.Event) -> Any:
+    def _take_buffer(self, before: runtime.Event, own: runtime.Event) -> Any:
         """Wait for `before`, take a buffer from the queue, then set `own`; return None after `shutdown`.
 
         Transfers take buffers in order, so that no transfer waits until the result of a later one is
@@ -215,7 +216,7 @@ class AsyncCPUTransfer:
             own.set()
 
     def _copy(
-        self, tensor: Tensor, device: CopyDevice, after: Any, turn: tuple[threading.Event, threading.Event]
+        self, tensor: Tensor, device: CopyDevice, after: Any, turn: tuple[runtime.Event, runtime.Event]
     ) -> Tensor:
         import torch
 

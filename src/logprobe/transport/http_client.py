@@ -124,7 +124,7 @@ class HttpClient:
                     return await self._retried(method, path, content, max_bytes, accept)
             except TimeoutError as error:
                 raise ServerError(
-                    f"{what}: no complete reply within {self._timeout_s:g} s; is the server full? "
+                    f"{what}: no complete reply within {self._timeout_s:g} s; the server may be full; "
                     f"raise {self._timeout_name}"
                 ) from error
             except self._failure as error:

@@ -7,11 +7,11 @@ request is slowed down. Items are not inspected.
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
+from logprobe import runtime
 from logprobe.errors import require
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Reader:
     min_rows: int
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     woken: asyncio.Event = field(default_factory=asyncio.Event)
-    thread: int = field(default_factory=threading.get_ident)
+    thread: int = field(default_factory=lambda: runtime.get_ident())  # noqa: PLW0108 - replaceable
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ class Inbox(Generic[T]):
     is_done: bool = False
     error: BaseException | None = None  # raised in the reader after the last item
     reader: Reader | None = None
-    publishing: threading.RLock = field(default_factory=threading.RLock)
+    publishing: runtime.RLock = field(default_factory=lambda: runtime.RLock())  # noqa: PLW0108 - replaceable
     published: bool = False  # value of `is_paused` last reported to the source; guarded by `publishing`
 
     @property
@@ -109,7 +109,7 @@ class RequestStreams(Generic[T]):
         self.buffer_size = buffer_size
         self._pause = pause
         self._resume = resume
-        self._lock = threading.Lock()
+        self._lock = runtime.Lock()
         self._inboxes: dict[str, Inbox[T]] = {}
 
     def open(self, req_id: str) -> None:
@@ -248,7 +248,7 @@ def wake_all(readers: Iterable[Reader]) -> set[asyncio.AbstractEventLoop]:
         by_loop[reader.loop].append(reader)
     closed = set()
     for loop, members in by_loop.items():
-        if members[0].thread == threading.get_ident():
+        if members[0].thread == runtime.get_ident():
             _set_all(members)  # much cheaper than waking a loop from another thread
             continue
         try:

@@ -11,9 +11,8 @@ import pytest
 
 from logprobe.analysis.auditing.fit import check_alternatives, fit
 from logprobe.analysis.auditing.forms import Ask, Entry, Reply, Row
-from logprobe.analysis.auditing.reference import Reference
 from logprobe.analysis.auditing.report import Findings
-from logprobe.analysis.auditing.rows import Reader, align_completion, align_prompt
+from logprobe.analysis.auditing.rows import Reader, Reference, align_completion, align_prompt
 from logprobe.analysis.auditing.tokens import Tokens
 
 if TYPE_CHECKING:

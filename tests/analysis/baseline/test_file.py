@@ -112,7 +112,7 @@ def test_files_that_are_none_are_refused(tmp_path: Path) -> None:
             BaselineReader(tmp_path / "a.lpkl")
     for head in (b"[]", b"\xff", b'{"version":1}', b"[" * 5000):
         (tmp_path / "a.lpkl").write_bytes(MAGIC + len(head).to_bytes(4, "little") + head)
-        with pytest.raises(InputError, match="a head cannot be read"):
+        with pytest.raises(InputError, match="a header cannot be read"):
             BaselineReader(tmp_path / "a.lpkl")
     (tmp_path / "a.lpkl").write_bytes(MAGIC + (MAX_HEAD + 1).to_bytes(4, "little"))
     with pytest.raises(InputError, match="invalid length of a head"):

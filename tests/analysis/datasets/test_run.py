@@ -182,12 +182,12 @@ def test_bad_rows_are_told_apart_and_the_others_scored(tiny_llm: LLM, tmp_path: 
 @pytest.mark.parametrize(
     ("gold", "options", "says"),
     [
-        ("Z", ["a", "b"], "is none of the 2 choices"),
-        (2, ["a", "b"], "is none of"),
-        (True, ["a", "b"], "is none of"),
+        ("Z", ["a", "b"], "one of the 2 choices"),
+        (2, ["a", "b"], "letter of one of"),
+        (True, ["a", "b"], "letter of one of"),
         (0, ["a"], "at least two"),
         (0, ["a", 5], "at least two texts"),
-        (0, "no json", "as JSON"),
+        (0, "no json", "the JSON text"),
     ],
 )
 def test_a_bad_question_says_why(
@@ -351,7 +351,7 @@ def test_a_continuation_is_scored_whole_or_a_bad_row(tiny_llm: LLM, write: Any, 
     rows = rows_of(tmp_path / "out.jsonl")
     assert {row["num_bytes"] for row in rows} == {len(" dog")}
     assert summary.num_bad == 4 - len(rows) > 0
-    assert "stride: leaves tokens" in (tmp_path / "out.jsonl.errors.jsonl").read_text()
+    assert "stride: must be less than the window" in (tmp_path / "out.jsonl.errors.jsonl").read_text()
 
 
 @pytest.mark.parametrize("name", ["row", "logprob"])

@@ -141,7 +141,7 @@ def test_bad_rows_are_named_and_the_others_are_written(tiny_llm: LLM, tmp_path: 
     ("messages", "problem"),
     [
         ([], "must be a list of messages"),
-        ("[", "such a list as JSON"),
+        ("[", "the JSON text of one"),
         ([{"role": "user", "content": "a"}], "has no assistant message"),
         ([{"role": "assistant", "content": "a"}], "start with another role"),
         (3, "must be a list of messages"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -17,7 +18,7 @@ from logprobe.analysis import DataSettings
 from logprobe.analysis.datasets.run import Summary
 from logprobe.analysis.datasets.tasks import schema_of
 from logprobe.analysis.io.journal import Journal
-from logprobe.errors import InputError
+from logprobe.errors import InputError, OutputError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -67,6 +68,23 @@ def test_a_run_that_wrote_nothing_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), journal(tmp_path, resume=False):
         raise ZeroDivisionError
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_cannot_begin_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("logprobe.analysis.io.journal.write_durably", full)
+    with pytest.raises(OutputError, match="No space left"):
+        journal(tmp_path, resume=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_may_not_resume_keeps_the_parts(begun: Path) -> None:
+    files = sorted(begun.rglob("*"))
+    with pytest.raises(InputError, match="an earlier run was interrupted"):
+        journal(begun, resume=False)
+    assert sorted(begun.rglob("*")) == files
 
 
 HOLD = """

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from logprobe import LLM, SamplingParams
+from logprobe.engine.client import Client
 from logprobe.errors import EngineClosedError, EngineError, ParameterError
 from logprobe.testing import StepHold, holding_steps, open_requests, watching_steps
 from logprobe.transport.messages import Request
@@ -142,6 +143,23 @@ def test_a_cancelled_waiter_aborts_its_request_and_leaves_the_others(llm: LLM, h
 
     outputs = asyncio.run(run())
     assert [len(output.outputs[0].token_ids) for output in outputs] == [4] * 7
+    wait_until(lambda: is_idle(llm))
+
+
+def test_a_call_that_is_cancelled_before_its_readers_begin_leaves_nothing(llm: LLM) -> None:
+    """Its tasks never take a step, so they cannot abort their requests themselves."""
+
+    async def run() -> None:
+        admitted = [llm.engine.admit(request(f"r{index}", max_tokens=100)) for index in range(2)]
+        call = asyncio.create_task(Client(llm.engine, llm.text).run(admitted))
+        await asyncio.sleep(0)  # it submits its requests, and makes the tasks that read them
+        assert open_requests(llm) == ["r0", "r1"]
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+
+    asyncio.run(run())
+    assert open_requests(llm) == []
     wait_until(lambda: is_idle(llm))
 
 

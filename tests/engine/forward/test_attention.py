@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from logprobe.engine.forward import attention
-from logprobe.engine.forward.attention import is_short
+from logprobe.engine.forward.cpu import attention
+from logprobe.engine.forward.cpu.attention import is_short
 
 if TYPE_CHECKING:
     from collections.abc import Callable

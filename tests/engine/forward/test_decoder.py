@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from decoders import EXPERTS, NATIVE, TRANSFORMERS, hidden, loaded, logprobs, spread_out
 from families.tiny import model_of
 from families.trials import load
-from logprobe.engine.forward import decoder as decoder_module
+from logprobe.engine.forward.cpu import decoder as decoder_module
 from logprobe.errors import UnsupportedModelError
 from logprobe.models import resolve
 from logprobe.models.loading import load_state
@@ -163,6 +163,17 @@ def test_a_model_that_our_decoder_gives_other_numbers_for_runs_by_transformers_m
     prompts = [np.arange(2, 42, dtype=np.int32)]
     want = transformers_logprobs(model, prompts)
     torch.testing.assert_close(logprobs(forward, prompts, split=13), want, rtol=0, atol=TOLERANCE)
+
+
+def test_an_error_of_the_native_decoder_is_not_taken_for_other_logits(
+    folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("a fault of the kernel")
+
+    monkeypatch.setattr(decoder_module, "norm_stage", fail)
+    with pytest.raises(UnsupportedModelError, match="a fault of the kernel"):
+        loaded(folder("Llama"))
 
 
 def with_a_tensor(model: Any) -> None:

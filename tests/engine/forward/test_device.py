@@ -15,9 +15,10 @@ import torch
 
 from logprobe.config import EngineConfig
 from logprobe.engine.forward import device as devices
-from logprobe.engine.forward import load, native, transformers_ready
+from logprobe.engine.forward import load, native
 from logprobe.engine.forward.device import choose_device, on_device
 from logprobe.engine.forward.native import NativeForward
+from logprobe.engine.forward.torch import transformers_ready
 from logprobe.engine.request import Requests
 from logprobe.errors import ParameterError, UnsupportedModelError
 from logprobe.kernels import extract
@@ -122,7 +123,7 @@ def test_a_model_is_loaded_on_its_gpu(
         reached.append((device, current.get(threading.get_ident())))
         raise UnsupportedModelError("a stand-in")
 
-    monkeypatch.setattr("logprobe.engine.forward.cuda.build.cuda_decoder", cuda_decoder)
+    monkeypatch.setattr("logprobe.engine.forward.torch.cuda.build.cuda_decoder", cuda_decoder)
     monkeypatch.setattr(transformers_ready, "load_model", load_model)
     folder = str(tiny_model_folder)
     with pytest.raises(UnsupportedModelError):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from decoders import EXPERTS, NATIVE, loaded
-from logprobe.engine.forward.launch import MAX_ROWS, HostOperation, Launches
+from logprobe.engine.forward.cpu.launch import MAX_ROWS, HostOperation, Launches
 from logprobe.engine.plan.scheduler import Span, StepPlan
 from logprobe.models.lora import LoraWeights
 from placed import Placed

@@ -14,9 +14,14 @@ from transformers.pytorch_utils import Conv1D
 
 from logprobe.config import EngineConfig
 from logprobe.engine.forward import load
-from logprobe.engine.forward.linear import GatedPanels, Linear, dense, in_huge_pages, packed
+from logprobe.engine.forward.cpu.linear import GatedPanels, Linear, dense, in_huge_pages, packed
 from logprobe.engine.forward.native import NativeForward
-from logprobe.engine.forward.transformers_linear import PanelEmbedding, PanelLinear, matrices_of, use_panels_
+from logprobe.engine.forward.torch.transformers_linear import (
+    PanelEmbedding,
+    PanelLinear,
+    matrices_of,
+    use_panels_,
+)
 from logprobe.errors import ParameterError
 from logprobe.kernels.layers.forms import pack_floats
 from logprobe.models import resolve
@@ -83,7 +88,7 @@ def test_parts_of_several_forms_make_one_layer(factor: float) -> None:
 
 
 def test_panels_in_huge_pages_are_the_same_and_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("logprobe.engine.forward.linear.PAGED_BYTES", 1 << 16)
+    monkeypatch.setattr("logprobe.engine.forward.cpu.linear.PAGED_BYTES", 1 << 16)
     layers = [linear(64, size, seed=size) for size in (96, 48, 48, 4800, 48)]
     alone = [pack_floats(layer.weight, layer.bias) for layer in layers]
     moved = [*in_huge_pages(alone)]

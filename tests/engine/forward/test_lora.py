@@ -6,8 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from logprobe.engine.forward.lora import by_panels
-from logprobe.engine.forward.transformers_lora import by_torch
+from logprobe.engine.forward.cpu.lora import by_panels
+from logprobe.engine.forward.torch.transformers_lora import by_torch
 from logprobe.kernels.placement import as_tensor
 from logprobe.models.lora import LowRank
 

@@ -11,10 +11,11 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaForCausalLM
 
 from logprobe.config import EngineConfig
-from logprobe.engine.forward import attention, native
+from logprobe.engine.forward import native
+from logprobe.engine.forward.cpu import attention
 from logprobe.engine.forward.native import NativeForward
-from logprobe.engine.forward.transformers_attention import pooled_attention
-from logprobe.engine.forward.transformers_decoder import OutputHead, WatchedRun
+from logprobe.engine.forward.torch.transformers_attention import pooled_attention
+from logprobe.engine.forward.torch.transformers_decoder import OutputHead, WatchedRun
 from logprobe.engine.plan.scheduler import Span, StepPlan
 from logprobe.errors import ParameterError, UnsupportedModelError
 from logprobe.models import resolve

@@ -19,7 +19,7 @@ from logprobe import LLM, SamplingParams
 from logprobe.engine.forward import system_limits
 from logprobe.errors import EngineClosedError, ModelError
 from logprobe.models.stored.panels import INDEX, PANELS
-from logprobe.models.stored.record import FILE
+from logprobe.models.stored.store import RECORD_FILE
 from logprobe.next_token import AsyncLM
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def test_a_model_of_the_transformers_decoder_is_proven_each_time(
     for _ in range(2):
         with open_llm(folder) as llm:
             assert not is_recalled(llm)
-    assert not list(home.glob(f"loads/*/{FILE}"))
+    assert not list(home.glob(f"loads/*/{RECORD_FILE}"))
     assert list(home.glob(f"panels/*/{PANELS}"))
 
 
@@ -154,10 +154,10 @@ def cut_frequencies(file: Path) -> None:
         (f"panels/*/{INDEX}", truncate),
         (f"panels/*/{INDEX}", reach_beyond_the_end),
         (f"panels/*/{INDEX}", name_another_form),
-        (f"loads/*/{FILE}", truncate),
-        (f"loads/*/{FILE}", flip_bits),
-        (f"loads/*/{FILE}", cut_frequencies),
-        (f"loads/*/{FILE}", lambda file: file.unlink()),
+        (f"loads/*/{RECORD_FILE}", truncate),
+        (f"loads/*/{RECORD_FILE}", flip_bits),
+        (f"loads/*/{RECORD_FILE}", cut_frequencies),
+        (f"loads/*/{RECORD_FILE}", lambda file: file.unlink()),
     ],
 )
 def test_what_is_damaged_is_made_again(

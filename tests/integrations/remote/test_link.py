@@ -216,11 +216,11 @@ def test_a_reply_that_holds_no_rows_or_sample_is_an_error(far: RemoteLLM, body: 
 
 
 def test_the_key_is_brought_and_a_wrong_one_named(tiny_llm: LLM, new_serving: Any) -> None:
-    with new_serving(tiny_llm, ServerSettings(api_key=("säsam",))) as (address, _):
+    with new_serving(tiny_llm, ServerSettings(api_key=("sesame",))) as (address, _):
         for key in (None, "wrong"):
             with raises(ParameterError, parameter="api_key"):
                 RemoteLLM(address, key)
-        with RemoteLLM(address, "säsam") as lm:
+        with RemoteLLM(address, "sesame") as lm:
             assert lm.next_token_logprobs_sync([5]).shape == (lm.vocab_size,)
             assert len(lm.byte_vocab) == lm.vocab_size
 

@@ -238,7 +238,7 @@ class TestLoraOnACpu:
 
         neighbour = (random_ids(9, 5), {"max_tokens": 100})
         asked = (random_ids(10, 12), {"prompt_logprobs": 1, "max_tokens": 1})
-        with pytest.raises(ParameterError, match="start it without enable_lora"):
+        with pytest.raises(ParameterError, match="start the engine without enable_lora"):
             ask(engine, neighbour, asked)
         assert ask(engine, neighbour), "it lives on"
         with pytest.raises(EngineDeadError):

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from logprobe.kernels.layers.forms import PanelWeights, pack_floats
-from logprobe.kernels.layers.gate import ACTIVATIONS, PIECE, gate_stage
 from logprobe.kernels.layers.panels import PLAIN, Finish, panel_stage
+from logprobe.kernels.layers.rows import ACTIVATIONS, GATE_PIECE, gate_stage
 
 NAMES = sorted(ACTIVATIONS.keys() - {"none"})
-OUTPUTS, INPUTS = PIECE + 100, 32  # an incomplete block and an incomplete panel
+OUTPUTS, INPUTS = GATE_PIECE + 100, 32  # an incomplete block and an incomplete panel
 
 
 def weights(seed: int) -> PanelWeights:
@@ -45,23 +45,23 @@ def test_gates_and_values_apart_meet_to_the_bits_of_one_stage(
 @pytest.mark.parametrize("has_values", [True, False])
 @pytest.mark.parametrize("activation", NAMES)
 def test_rows_may_lie_in_wider_arrays_and_out_may_be_the_gates(activation: str, *, has_values: bool) -> None:
-    joined = torch.randn(20, 3 * PIECE, generator=torch.Generator().manual_seed(3))
+    joined = torch.randn(20, 3 * GATE_PIECE, generator=torch.Generator().manual_seed(3))
     before = joined.clone()
-    gates, values = joined[:, 7 : PIECE + 57], joined[:, PIECE + 57 : 2 * PIECE + 107]
+    gates, values = joined[:, 7 : GATE_PIECE + 57], joined[:, GATE_PIECE + 57 : 2 * GATE_PIECE + 107]
     chosen = values if has_values else None
-    wide = torch.zeros(20, 2 * PIECE)
-    out = wide[:, 3 : PIECE + 53]
+    wide = torch.zeros(20, 2 * GATE_PIECE)
+    out = wide[:, 3 : GATE_PIECE + 53]
     gate_stage(gates, chosen, out, activation).run()
-    want = torch.empty(20, PIECE + 50)
+    want = torch.empty(20, GATE_PIECE + 50)
     gate_stage(gates.clone(), None if chosen is None else chosen.clone(), want, activation).run()
     assert torch.equal(out, want)
     assert torch.equal(joined, before)
     assert not wide[:, :3].any()
-    assert not wide[:, PIECE + 53 :].any()
+    assert not wide[:, GATE_PIECE + 53 :].any()
     gate_stage(gates, chosen, gates, activation).run()
     assert torch.equal(gates, want)
     assert torch.equal(joined[:, :7], before[:, :7])
-    assert torch.equal(joined[:, PIECE + 57 :], before[:, PIECE + 57 :])
+    assert torch.equal(joined[:, GATE_PIECE + 57 :], before[:, GATE_PIECE + 57 :])
 
 
 def test_no_rows_give_no_rows() -> None:

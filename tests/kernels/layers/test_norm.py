@@ -4,9 +4,7 @@ from torch.nn.functional import layer_norm
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from logprobe.kernels.arrays import as_array
-from logprobe.kernels.layers import norm
-from logprobe.kernels.layers.norm import MAX_ROWS, ROWS_FOR_THREADS, norm_stage
+from logprobe.kernels.layers.rows import MAX_ROWS, ROWS_FOR_THREADS, norm_stage
 
 RELATIVE = 2e-6
 EPSILON = 1e-6
@@ -15,7 +13,10 @@ WIDTHS = [1, 7, 64, 577]
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    return torch.from_numpy(norm.rms_norm(as_array(x), as_array(weight), epsilon))
+    out = x.contiguous().clone()
+    rows = out.view(-1, x.shape[-1])
+    norm_stage(rows, weight, rows, epsilon).run()
+    return out
 
 
 def rows(num_rows: int, width: int) -> torch.Tensor:

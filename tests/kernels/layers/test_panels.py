@@ -15,9 +15,9 @@ from torch.nn import functional
 
 from logprobe.kernels import threads
 from logprobe.kernels.layers.forms import PanelWeights, empty_panels, fill_blocks, pack_floats
-from logprobe.kernels.layers.gate import ACTIVATIONS
 from logprobe.kernels.layers.layout import BFLOAT16, FLOAT16, FLOAT32, FORMS
 from logprobe.kernels.layers.panels import Finish, panel_stage
+from logprobe.kernels.layers.rows import ACTIVATIONS
 from logprobe.kernels.native import VARIABLE, VARIANTS, Library, library
 from logprobe.kernels.stages import Series
 

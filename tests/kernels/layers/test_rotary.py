@@ -3,14 +3,22 @@ import torch
 from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as apply_paired
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
 
-from logprobe.kernels.layers import rotary as kernel
-from logprobe.kernels.layers.rotary import ROWS_FOR_THREADS, Projections, rotary_stage
+from logprobe.kernels.layers.rows import ROWS_FOR_THREADS, Projections, rotary_stage
 
 KV_HEADS = 2
 
 
-def rotate_and_store(*args: object) -> torch.Tensor:
-    return torch.from_numpy(kernel.rotate_and_store(*args))
+def rotate_and_store(
+    projections: Projections,
+    cosines: torch.Tensor,
+    sines: torch.Tensor,
+    pool: tuple[torch.Tensor, torch.Tensor],
+    slots: torch.Tensor,
+) -> torch.Tensor:
+    """Return the rotated queries."""
+    out = torch.empty(projections.query.shape)
+    rotary_stage(projections, (cosines.contiguous(), sines.contiguous()), pool, slots, out).run()
+    return out
 
 
 def angles(num_tokens: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:

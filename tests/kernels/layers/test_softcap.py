@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from logprobe.kernels.layers.softcap import PIECE, softcap_stage
+from logprobe.kernels.layers.rows import SOFTCAP_PIECE, softcap_stage
 
 RELATIVE = 4e-7
 
@@ -13,7 +13,7 @@ def logits(num_rows: int, width: int, scale: float) -> np.ndarray:
     return values.astype(np.float32)
 
 
-@pytest.mark.parametrize("width", [1, 17, 300, PIECE + 100])
+@pytest.mark.parametrize("width", [1, 17, 300, SOFTCAP_PIECE + 100])
 @pytest.mark.parametrize("num_rows", [1, 3])
 @pytest.mark.parametrize("scale", [1e-3, 10.0, 1e4])
 @pytest.mark.parametrize("cap", [30.0, 0.7])
@@ -26,7 +26,7 @@ def test_logits_are_those_of_float64(num_rows: int, width: int, scale: float, ca
 
 
 def test_a_number_has_the_same_bits_wherever_it_lies() -> None:
-    x = logits(1, PIECE + 40, 30.0)
+    x = logits(1, SOFTCAP_PIECE + 40, 30.0)
     apart = np.concatenate([x[:, :5], x[:, 5:]], axis=1)
     softcap_stage(x, 30.0).run()
     for start in range(0, apart.shape[1], 7):

@@ -104,7 +104,7 @@ class Connection(HttpClient):
         if not reply.is_success:
             message = self._printable(reply.data)
             if reply.status in {401, 403}:
-                raise ParameterError("api_key", f"the server refuses it ({reply.status}): {message}")
+                raise ParameterError("api_key", f"the server rejects it ({reply.status}): {message}")
             return Refusal(reply.status, message)
         max_values = max(max_bytes // BYTES_PER_VALUE, MIN_VALUES)
         if sum(map(reply.data.count, SEPARATORS)) > max_values:
@@ -117,7 +117,7 @@ class Connection(HttpClient):
             return json.loads(data)  # unlike msgspec, accepts the NaN and Infinity that some servers write
         except (ValueError, RecursionError) as error:
             start = self._printable(data, 60)
-            message = f"{what}: the reply is not JSON ({start!r}); is it the right address?"
+            message = f"{what}: the reply is not JSON ({start!r}); check the address"
             raise ServerError(message) from error
 
     def _events(self, data: bytes, what: str) -> list[Any]:
@@ -131,7 +131,7 @@ class Connection(HttpClient):
                 break
             event = self._json(value, what)
             if isinstance(event, dict) and "error" in event and not event.get("choices"):
-                raise ServerError(f"{what}: the stream fails: {self._printable(value)}")
+                raise ServerError(f"{what}: the stream ended with an error: {self._printable(value)}")
             events.append(event)
         return events
 

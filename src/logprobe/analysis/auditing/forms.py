@@ -167,9 +167,9 @@ def read(value: Any, ask: Ask, what: str) -> Reply | Refusal:
         for body in msgspec.convert(value if ask.stream else [value], list[_Body]):
             body.add_to(reply, ask)
     except (msgspec.ValidationError, RecursionError) as error:
-        raise ServerError(f"{what}: the reply has another shape than OpenAI's: {error}") from error
+        raise ServerError(f"{what}: the reply does not have OpenAI's format: {error}") from error
     if not reply.num_choices:
-        raise ServerError(f"{what}: the reply has no choice; is it a server with OpenAI's interface?")
+        raise ServerError(f"{what}: the reply has no choices; does the server implement OpenAI's API?")
     if ask.form == "echo":
         _split_echo(reply, ask.max_tokens)
     return reply

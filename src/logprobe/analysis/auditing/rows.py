@@ -1,4 +1,4 @@
-"""Identify the tokens in replies, and pair their log-probabilities with the exact rows.
+"""Identify the tokens in replies, and pair their log-probabilities with exact rows that our engine computes.
 
 Rows are paired with tokens by position, if a reply has as many rows as tokens. Otherwise, missing or repeated
 rows are reported. A row or entry whose token cannot be identified is counted, and not compared.
@@ -6,10 +6,15 @@ rows are reported. A row or entry whose token cannot be identified is counted, a
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
+from cachetools import LRUCache
+
+from logprobe.analysis.comparison import POSITIONS_A_CALL, whole_parts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,11 +22,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from logprobe.analysis.auditing.forms import Ask, Reply, Row
-    from logprobe.analysis.auditing.reference import Reference
     from logprobe.analysis.auditing.report import Findings
     from logprobe.analysis.auditing.tokens import Tokens
     from logprobe.analysis.measures import Floats
+    from logprobe.analysis.scorer import Scorer
 
+MAX_KEPT_BYTES: Final = 1 << 28
 MAX_ROWS: Final = 4096  # maximum number of rows read from one reply
 ALIGNED: Final = 0.75  # rows are aligned if at least this share of them name the token at their position
 
@@ -109,6 +115,37 @@ def _by_names(rows: Sequence[Row], text: str, tokens: Tokens) -> Alignment:
             break
         ids.append(token_id)
     return Alignment(tuple(ids), list(enumerate(rows[: len(ids)])), num_unknown=len(rows) - len(ids))
+
+
+@final
+class Reference:
+    """Computes raw whole-vocabulary rows with one model, and keeps them in an LRU cache."""
+
+    def __init__(self, llm: Scorer) -> None:
+        self._llm = llm
+        self._rows: LRUCache[tuple[tuple[int, ...], int], NDArray[np.float32]] = LRUCache(
+            MAX_KEPT_BYTES, getsizeof=lambda rows: rows.nbytes
+        )
+        self.info: dict[str, Any] = {}  # facts about the model, from `LogprobsInfo`
+
+    def rows(self, ids: Sequence[int], start: int) -> NDArray[np.float32]:
+        """Return the log-probabilities that predict ids[start:], (T - start, V) nats, for `start` >= 1."""
+        key = (tuple(ids), start)
+        if key in self._rows:
+            return self._rows[key]
+        parts = [part for *_, part in whole_parts(self._llm, np.array(ids), POSITIONS_A_CALL, start)]
+        info = parts[0].info
+        if not self.info and info is not None:
+            self.info = json.loads(json.dumps(info.to_dict()))
+        rows = np.concatenate([part.rows for part in parts])
+        with suppress(ValueError):  # the rows are larger than the cache
+            self._rows[key] = rows
+        return rows
+
+    def chosen(self, ids: Sequence[int]) -> Floats:
+        """Return the logprob of each token in ids[1:], given the tokens before it, (T - 1,) nats."""
+        (score,) = self._llm.score([(list(ids[:1]), list(ids[1:]))])
+        return np.array(score.token_logprobs, np.float64)
 
 
 @dataclass(slots=True)

@@ -15,9 +15,8 @@ from logprobe.analysis.auditing.circumstances import Circumstances
 from logprobe.analysis.auditing.compare import Comparison
 from logprobe.analysis.auditing.endpoint import Connection, Endpoint
 from logprobe.analysis.auditing.forms import CHAT_FORMS, PROMPT_FORMS, Ask, Reply
-from logprobe.analysis.auditing.reference import Reference
 from logprobe.analysis.auditing.report import MAX_TEXT, AuditReport, Findings
-from logprobe.analysis.auditing.rows import Reader
+from logprobe.analysis.auditing.rows import Reader, Reference
 from logprobe.analysis.auditing.session import Session
 from logprobe.analysis.auditing.tokens import Tokens
 from logprobe.errors import require
@@ -101,11 +100,11 @@ def audit(
     require(max_nats > 0, "max_nats", "must be positive", got=max_nats)
     is_list = not isinstance(texts, str) and (texts is None or len(texts) > 0)
     is_texts = is_list and all(isinstance(text, str) and text for text in texts or ())
-    require(is_texts, "texts", "must be a list of texts that are not empty", got=texts)
+    require(is_texts, "texts", "must be a list of non-empty texts", got=texts)
     tokens, findings = Tokens(llm.text), Findings()
     reader, base = Reader(tokens, Reference(llm)), None
     if lora is not None:
-        require(llm.lora is not None, "lora", "needs an llm with the adapter; give llm.with_lora(NAME)")
+        require(llm.lora is not None, "lora", "needs a model with this adapter; pass llm.with_lora(NAME)")
         base = Reader(tokens, Reference(llm.with_lora(None)))  # type: ignore[attr-defined]
     comparison = Comparison(reader, base, findings, max_nats)
     max_len = int(llm.engine.capabilities().max_model_len)

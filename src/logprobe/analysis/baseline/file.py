@@ -330,7 +330,9 @@ class BaselineReader:
         try:
             return msgspec.json.decode(data, type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise InputError(f"{self.path}: a head cannot be read ({error}); write the file again") from error
+            raise InputError(
+                f"{self.path}: a header cannot be read ({error}); write the file again"
+            ) from error
 
     def _array(self, kind: str, count: int) -> Any:
         return np.frombuffer(self._bytes(count * np.dtype(kind).itemsize), kind)

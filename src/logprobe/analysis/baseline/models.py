@@ -158,10 +158,13 @@ def compare_with_baseline(
     """
     with closing(BaselineReader(path)) as reader:
         if reader.header.vocabulary != vocabulary_digest(llm.text):
-            raise InputError(f"{path}: has another vocabulary; compare models with the same tokenizer")
+            raise InputError(f"{path}: has a different vocabulary; compare models with the same tokenizer")
         width, size = reader.header.vocabulary_size, llm.engine.capabilities().vocab_size
         if width > size:
-            raise InputError(f"{path}: has rows of {width} tokens, but the model has only {size}")
+            raise InputError(
+                f"{path}: has {width} tokens per row, but the model has only {size}; "
+                "compare models with the same tokenizer"
+            )
         if texts is None:  # text lengths in bytes are known only from the tokens
             count = llm.text.vocabulary.bytes_of
             return of_tokens([_part(run, llm, len(count(run.token_ids))) for run in reader.runs()])
@@ -192,7 +195,9 @@ def _checked(runs: Iterator[Run], texts: Iterator[TextTokens], path: str | Path)
 
 def _require_same(is_same: bool, path: str | Path) -> None:
     if not is_same:
-        raise InputError(f"{path}: has other texts; use the data and bos that it was saved with, or no texts")
+        raise InputError(
+            f"{path}: has different texts; use the data and bos that it was saved with, or no texts"
+        )
 
 
 def _part(run: Run, llm: Scorer, num_bytes: int) -> TokenPart:

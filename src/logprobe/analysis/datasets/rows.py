@@ -105,7 +105,7 @@ def list_in(value: Any, column: str, what: str) -> Any:
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:
-        raise ParameterError(column, f"must be a list of {what}, or such a list as JSON: {error}") from error
+        raise ParameterError(column, f"must be a list of {what}, or the JSON text of one: {error}") from error
 
 
 def _choices_of(value: Any, column: str) -> list[str]:
@@ -123,7 +123,11 @@ def _answer_of(value: Any, choices: list[str], column: str) -> int:
         letter = value.strip().upper()
         index = int(value) if value.strip().isdecimal() else LETTERS.find(letter) if len(letter) == 1 else -1
     is_index = isinstance(index, int) and not isinstance(index, bool) and 0 <= index < len(choices)
-    require(is_index, column, f"is none of the {len(choices)} choices: {value!r:.60}")
+    require(
+        is_index,
+        column,
+        f"must be the text, index or letter of one of the {len(choices)} choices, got {value!r:.60}",
+    )
     answer: int = index
     return answer
 

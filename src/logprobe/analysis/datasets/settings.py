@@ -301,7 +301,11 @@ class RaySettings:
             num_cpus = next(fitting, 1)
         room = _room(machines, num_cpus, num_gpus)
         room_is = f"the cluster has room for {room} actors of {num_cpus:g} CPUs and {num_gpus:g} GPUs"
-        require(0 < num_actors <= room, "ray_actors", f"{room_is}; add machines, or request less")
+        require(
+            0 < num_actors <= room,
+            "ray_actors",
+            f"{room_is}; add machines, or request fewer actors or less for each",
+        )
         return Share(num_actors=num_actors, num_cpus=num_cpus, num_gpus=num_gpus)
 
 

@@ -235,7 +235,11 @@ class TextTask:
         # With disjoint windows, a text may skip the first token of each window, but a continuation may not,
         # because it is compared with other continuations.
         is_whole = sum(len(part.continuation) for part in parts) == len(split.continuation)
-        require(is_whole, "stride", "leaves tokens unscored; use less than the window")
+        require(
+            is_whole,
+            "stride",
+            "must be less than the window, or some tokens of the continuation are not scored",
+        )
         return [part.pair for part in parts]
 
     def _check_cuts(self, ids: IntArray) -> None:

@@ -92,7 +92,7 @@ class SequenceReader:
         require(isinstance(value, str), column, f"must be a string, got {type(value).__name__}")
         ids = np.concatenate([self._prefix, self._text.encode(value, add_special_tokens=False)])
         ids = ids[: self._settings.max_tokens]
-        require(len(ids), column, "is empty; there is nothing to learn")
+        require(len(ids), column, "is empty, so there is nothing to train on")
         return TokenSequence(row=row, token_ids=ids, turns=[Turn(number=None, start=1, end=len(ids) + 1)])
 
     def _conversation_of(self, row: Row) -> TokenSequence:

@@ -168,12 +168,13 @@ class Journal(Generic[S]):
         self._lock = FileLock(self._parts / LOCK_FILE)
         self.summary: S | None = None
         self.num_done = 0
+        self._is_new = False  # this journal created the folder of the parts
         try:
             with writing(self.path, _MAKE_ROOM):
                 self._open(resume=resume, force=force)
                 self.num_done = _end_of(self._all_parts())
         except BaseException:
-            self._lock.release()
+            self._close(discard=self._is_new)
             raise
 
     def _beside(self, suffix: str) -> Path:
@@ -183,31 +184,32 @@ class Journal(Generic[S]):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None and self._lock.is_locked and not any(self._parts.glob("*.parquet")):
-            # no part was completed, so there is nothing to resume
+        self._close(discard=kind is not None)
+
+    def _close(self, *, discard: bool) -> None:
+        """Release the lock; with `discard`, first remove parts of which none is complete."""
+        if discard and self._lock.is_locked and not any(self._parts.glob("*.parquet")):
             shutil.rmtree(self._parts, ignore_errors=True)
         self._lock.release()
 
     def _open(self, *, resume: bool, force: bool) -> None:
-        is_new = not self._parts.exists()
-        if is_new and not force and self._output.exists():
-            self.summary = self._finished_summary(resume=resume)
-            return
-        if is_new:
+        if not self._parts.exists():
+            if not force and self._output.exists():
+                self.summary = self._finished_summary(resume=resume)
+                return
             self._parts.parent.mkdir(parents=True, exist_ok=True)
-            try:
+            with suppress(FileExistsError):  # another run has just begun
                 self._parts.mkdir(FOLDER_MODE)
-            except FileExistsError:  # another run has just begun
-                is_new = False
-        if not is_new and not is_private(self._parts):
+                self._is_new = True
+        if not self._is_new and not is_private(self._parts):
             raise InputError(
                 f"{self._parts}: is owned or writable by other users; remove it, or run chmod -R go-w"
             )
         self._acquire()
-        if is_new and not force and self._output.exists():  # created since the first check
+        if self._is_new and not force and self._output.exists():  # created since the first check
             shutil.rmtree(self._parts)
         self._check_lock()
-        if not is_new and not force:
+        if not self._is_new and not force:
             self._check_resumes(resume=resume)
             for unfinished in self._parts.glob("*.tmp"):  # left by a killed run
                 unfinished.unlink()
@@ -381,7 +383,7 @@ class Journal(Generic[S]):
         for part in self._all_parts():
             with _reading(part), pq.ParquetFile(part) as file:
                 if not file.schema_arrow.equals(self._schema):
-                    raise InputError(f"{part}: has different columns than this run; {BEGIN_ANEW}")
+                    raise InputError(f"{part}: its columns differ from those of this run; {BEGIN_ANEW}")
                 for batch in file.iter_batches(batch_size=ROWS_A_PIECE, columns=columns):
                     yield pa.Table.from_batches([batch])
 

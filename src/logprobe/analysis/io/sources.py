@@ -50,6 +50,15 @@ class Row:
     values: dict[str, Any] = field(default_factory=dict)
     problem: str | None = None  # the error, if the row cannot be read
 
+    @property
+    def place(self) -> str:
+        """The file and the line or, in a Parquet file, the row, for messages."""
+        return _place(self.source, self.line)
+
+
+def _place(source: str, line: int) -> str:
+    return f"{source}, {'row' if source.endswith('.parquet') else 'line'} {line}"
+
 
 class BadRow(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A row that cannot be used, and the reason."""
@@ -72,7 +81,7 @@ class BadRow(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         )
 
     def __str__(self) -> str:
-        return f"bad row: {self.source}, line {self.line}: {self.problem}"
+        return f"bad row: {_place(self.source, self.line)}: {self.problem}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row as an object for the `.errors.jsonl` file."""

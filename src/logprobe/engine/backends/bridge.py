@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from logprobe import runtime
 from logprobe.engine.creator import Creator
 from logprobe.errors import EngineClosedError
 
@@ -23,9 +23,9 @@ class LoopThread:
     def __init__(self) -> None:
         self._creator = Creator()
         self._loop = asyncio.new_event_loop()
-        self._lock = threading.Lock()
+        self._lock = runtime.Lock()
         self._is_closed = False  # guarded by `_lock`
-        self._thread = threading.Thread(target=self._loop.run_forever, name="logprobe-loop", daemon=True)
+        self._thread = runtime.Thread(target=self._loop.run_forever, name="logprobe-loop", daemon=True)
         self._thread.start()
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:

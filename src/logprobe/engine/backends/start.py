@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import time
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
+from logprobe import runtime
 from logprobe.config import ENGINES
 from logprobe.engine.backends.thread import EngineThread
 from logprobe.engine.engine import Engine
@@ -105,7 +105,7 @@ def build_native_engine(config: EngineConfig) -> NativeParts:
         ModelError: the model cannot be loaded.
         ParameterError: the settings do not fit the model.
     """
-    began = time.perf_counter()
+    began = runtime.perf_counter()
     load_processors(config.logits_processors)  # fail on a wrong name before the weights are read
     files = resolve(config.model)
     version = weight_version(files)
@@ -132,6 +132,7 @@ def build_native_engine(config: EngineConfig) -> NativeParts:
         layout=forward.layout,
         weight_version=version,
         quantization=quantization(files),
+        shape=forward.shape,
     )
     if weight_version(files) != version:
         raise ModelError(f"{files.folder}: its weights changed while they were read; load the model again")
@@ -143,7 +144,7 @@ def build_native_engine(config: EngineConfig) -> NativeParts:
             in_words(forward.kv_bytes),
             in_words(free_bytes()),
         )
-    logger.info("%s: %s", files.name, _what_it_took(forward, time.perf_counter() - began))
+    logger.info("%s: %s", files.name, _what_it_took(forward, runtime.perf_counter() - began))
     return NativeParts(engine, capabilities, text, eos_token_ids, forward.kv_bytes)
 
 

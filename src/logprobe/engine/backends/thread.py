@@ -9,13 +9,11 @@ from __future__ import annotations
 import atexit
 import math
 import sys
-import threading
-import time
 from collections import deque
-from concurrent.futures import Future
 from contextlib import closing
 from typing import TYPE_CHECKING, Final
 
+from logprobe import runtime
 from logprobe.engine.creator import Creator
 from logprobe.engine.forward.device import on_device
 from logprobe.engine.overlap import OverlappedLoop
@@ -24,6 +22,7 @@ from logprobe.transport.messages import TakeWeights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
+    from concurrent.futures import Future
 
     from logprobe.engine.engine import Engine
     from logprobe.engine.protocol import Capabilities, EngineStats, Layout
@@ -69,13 +68,13 @@ class EngineThread:
         self._creator = Creator()
         self._capabilities = capabilities
         self._overlap = overlap
-        self._wake = threading.Condition()
+        self._wake = runtime.Condition()
         # `_wake` guards these three.
         self._commands: deque[Command | TakeWeights] = deque()
         self._taking: dict[int, Future[None]] = {}  # pending weight replacements, by load number
         self._is_closed = False
         self._turn_began: float | None = None  # monotonic start of the step, s; None while idle
-        self._thread = threading.Thread(target=self._run, name="logprobe-engine", daemon=True)
+        self._thread = runtime.Thread(target=self._run, name="logprobe-engine", daemon=True)
 
     def start(self, publish: Callable[[Iterable[Event]], None], end: Callable[[LogprobeError], None]) -> None:
         """Start serving; `end` is called once, after the last `publish`, with the reason for stopping."""
@@ -138,7 +137,7 @@ class EngineThread:
         """
         if not self.engine.has_ready(command.number):
             raise EngineError("the new weights are not loaded; please report this")
-        taking: Future[None] = Future()
+        taking: Future[None] = runtime.Future()
         with self._wake:
             if self._is_closed:
                 raise EngineClosedError(CLOSED)
@@ -160,14 +159,14 @@ class EngineThread:
         if not self._thread.is_alive():
             return math.inf
         began = self._turn_began
-        return 0.0 if began is None else time.monotonic() - began
+        return 0.0 if began is None else runtime.monotonic() - began
 
     def close(self) -> None:
         """Finish the step in progress, stop the thread and release the model; repeated calls do nothing."""
         with self._wake:
             self._is_closed = True
             self._wake.notify()
-        if threading.current_thread() is not self._thread:
+        if runtime.current_thread() is not self._thread:
             self._thread.join()
             self.engine.close()
         atexit.unregister(self._close_at_exit)
@@ -202,11 +201,12 @@ class EngineThread:
         self._end(reason)
 
     def _end_taking(self) -> None:
-        """Complete the future of weights that are now in use."""
+        """Complete the future of weights that are now in use, after the last rows of the old ones."""
         if self._taking:
             with self._wake:
                 taking = self._taking.pop(self.engine.weights_number, None)
             if taking is not None:
+                self._loop.settle()
                 taking.set_result(None)
 
     def _take_commands(self) -> bool:
@@ -218,7 +218,7 @@ class EngineThread:
             if self._is_closed:
                 return False
             commands, self._commands = self._commands, deque()
-            self._turn_began = time.monotonic()
+            self._turn_began = runtime.monotonic()
         if commands:
             self._loop.settle()  # publish the last step before the ends that the commands cause
         self._publish([event for command in commands for event in self.engine.handle(command)])

@@ -6,9 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from logprobe.kernels.arrays import as_array
 from logprobe.kernels.info import native_library
-from logprobe.kernels.layers.store import store_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -55,11 +53,8 @@ class KVPool:
     def store(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Write one layer's keys and values, (num_tokens, kv_heads, dim), to (num_tokens,) int64 slots."""
         keys, values = self.layer(layer, key, value)
-        if is_for_kernels(key):
-            store_rows(*map(as_array, (key, keys, value, values, slots)))
-        else:
-            keys.index_copy_(0, slots, key)
-            values.index_copy_(0, slots, value)
+        keys.index_copy_(0, slots, key)
+        values.index_copy_(0, slots, value)
 
     def lay_out(
         self,

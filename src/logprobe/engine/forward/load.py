@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from logprobe.engine.forward.native_decoder import native_decoder
+from logprobe.engine.forward.cpu.native_decoder import native_decoder
 from logprobe.engine.forward.ready import NUM_READS, ReadyModel, panels_of, recalled, stored_model
 from logprobe.engine.forward.reference_proof import PlainModel, ReferenceProof
 from logprobe.engine.forward.system_limits import check_memory
@@ -63,7 +63,7 @@ def make_ready(
     why_plain = _why_plain(dtype or "float32", device)
     if device != "cpu":
         with quiet_imports():
-            from logprobe.engine.forward.transformers_ready import load_on_gpu
+            from logprobe.engine.forward.torch.transformers_ready import load_on_gpu
         made = load_on_gpu(files, device, dtype, weights, state, arithmetic, kv_dtype)
         if isinstance(made, ReadyModel):
             return made
@@ -87,7 +87,7 @@ def make_ready(
     with LoadProgress(files.name) as progress:
         if has_transformers():
             with quiet_imports():
-                from logprobe.engine.forward.transformers_ready import load_with_transformers
+                from logprobe.engine.forward.torch.transformers_ready import load_with_transformers
             return load_with_transformers(files, dtype, device, state, store, why_plain, progress)
         if why_plain is not None:
             raise UnsupportedModelError(f"{files.name}: {why_plain}; {NEEDS_TRANSFORMERS}")

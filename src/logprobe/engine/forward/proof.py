@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from logprobe.engine.forward.cuda.decoder import CudaDecoder
-    from logprobe.engine.forward.decoder import Decoder
+    from logprobe.engine.forward.cpu.decoder import Decoder
     from logprobe.engine.forward.kv_cache import KVPool
-    from logprobe.engine.forward.transformers_decoder import TransformersDecoder
+    from logprobe.engine.forward.torch.cuda.decoder import CudaDecoder
+    from logprobe.engine.forward.torch.transformers_decoder import TransformersDecoder
 
     AnyDecoder = Decoder | TransformersDecoder | CudaDecoder
 
@@ -156,10 +156,7 @@ def _log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
 
 
 def special_ids(*contents: dict[str, Any]) -> set[int]:
-    """Return the integer values of all keys that end in `token_id`, in the given contents of config.json."""
-    return {
-        value
-        for content in contents
-        for name, value in content.items()
-        if name.endswith("token_id") and isinstance(value, int)
-    }
+    """Return the ids of all keys that end in `token_id`, in the given contents of config.json."""
+    values = [value for content in contents for name, value in content.items() if name.endswith("token_id")]
+    lists = [value if isinstance(value, list) else [value] for value in values]
+    return {one for ids in lists for one in ids if isinstance(one, int)}

@@ -11,14 +11,14 @@ import msgspec
 import numpy as np
 
 from logprobe.engine.forward.config import LoadRecord
-from logprobe.engine.forward.decoder import Decoder
+from logprobe.engine.forward.cpu.decoder import Decoder
 from logprobe.engine.forward.proof import slots_of
 from logprobe.engine.protocol import Layout
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from logprobe.engine.forward.linear import Matrix
+    from logprobe.engine.forward.cpu.linear import Matrix
     from logprobe.engine.forward.proof import AnyDecoder, Proof
     from logprobe.kernels.arrays import Array
     from logprobe.kernels.layers.forms import PanelWeights
@@ -64,7 +64,7 @@ def panels_of(
     matrices: Sequence[Matrix], source: Source, store: LoadStore | None
 ) -> Mapping[str, PanelWeights]:
     """Return the panels of matrices by name: the stored ones, or packed now and stored if possible."""
-    from logprobe.engine.forward.linear import in_huge_pages, packed
+    from logprobe.engine.forward.cpu.linear import in_huge_pages, packed
 
     if store is not None:
         stored = store.panels()

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from logprobe.engine.forward.cpu.linear import matrices_of_parameters
+from logprobe.engine.forward.cpu.native_decoder import describe, frequencies
 from logprobe.engine.forward.families import FAMILIES
-from logprobe.engine.forward.linear import matrices_of_parameters
-from logprobe.engine.forward.native_decoder import describe, frequencies
 from logprobe.engine.forward.proof import Proof, Reference, special_ids
 from logprobe.engine.forward.reference import logits
 from logprobe.engine.forward.reference.model import decoder_name
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from logprobe.engine.forward.config import DecoderSpec
-    from logprobe.engine.forward.linear import Matrix
+    from logprobe.engine.forward.cpu.linear import Matrix
     from logprobe.kernels.arrays import Array
     from logprobe.models.config_files import ModelConfig
     from logprobe.models.sources import Source

@@ -16,7 +16,7 @@ from torch import nn
 from logprobe.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
-    from logprobe.engine.forward.transformers_attention import CurrentStep
+    from logprobe.engine.forward.torch.transformers_attention import CurrentStep
 
 LONGROPE = "longrope"
 ORIGINAL_LEN = "original_max_position_embeddings"

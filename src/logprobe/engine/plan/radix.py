@@ -9,6 +9,7 @@ granularity of one token.)
 from __future__ import annotations
 
 import heapq
+import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -167,14 +168,16 @@ class RadixTree:
 
     def evict(self, count: int) -> None:
         """Evict the least recently used leaves until `count` slots are freed or nothing is evictable."""
-        leaves = [(node.last_used, id(node), node) for node in self.nodes() if _is_evictable(node)]
+        # Ties go to the first in the order of `nodes`, so that the same requests evict the same prefixes.
+        order = itertools.count()
+        leaves = [(node.last_used, next(order), node) for node in self.nodes() if _is_evictable(node)]
         heapq.heapify(leaves)
         while leaves and count > 0:
             _, _, leaf = heapq.heappop(leaves)
             count -= len(leaf.slots)
             parent = self._remove(leaf)
             if _is_evictable(parent):
-                heapq.heappush(leaves, (parent.last_used, id(parent), parent))
+                heapq.heappush(leaves, (parent.last_used, next(order), parent))
 
     def clear(self) -> None:
         """Evict every unlocked prefix."""

@@ -104,7 +104,12 @@ class RemoteLLM(NextTokenLM[Row]):
         many = as_prompts(prompts)
         params = sampling_params or SamplingParams()
         asked = [params] * len(many) if isinstance(params, SamplingParams) else [*params]
-        require(len(asked) == len(many), "sampling_params", f"got {len(asked)} for {len(many)} prompts")
+        require(
+            len(asked) == len(many),
+            "sampling_params",
+            f"has {len(asked)} items for {len(many)} prompts; give one per prompt, or a single "
+            "SamplingParams",
+        )
         # Not on the bridge's thread, which fetches the tokenizer.
         has_records = any(own.logprobs is not None or own.prompt_logprobs is not None for own in asked)
         table = await asyncio.to_thread(lambda: self._text.vocabulary) if has_records else None

@@ -94,12 +94,15 @@ class VllmEngine:
         admitted = self._admission.admit(request)
         check_prompt(request, self._capabilities.vocab_size)
         is_safe = request.params.prompt_logprobs is None or not self._loras.spoils_prompts
-        remedy = "crashes vLLM on a CPU with enable_lora; start it without enable_lora"
+        remedy = "can crash vLLM on a CPU with LoRA enabled; start the engine without enable_lora"
         require(is_safe, "prompt_logprobs", remedy)
         if request.params.max_tokens == 0:
             fits = len(request.prompt_token_ids) <= self._capabilities.max_model_len
             require(
-                fits, "prompt", f"has one token more than the limit of {self._capabilities.max_model_len}"
+                fits,
+                "prompt",
+                f"has {self._capabilities.max_model_len + 1} tokens, one more than vLLM can "
+                "score; shorten it",
             )
         return admitted
 

@@ -80,7 +80,9 @@ def existing_engine(llm: Any, *, is_owned: bool = False) -> LoadedModel:
     worker = _along(llm, VLLM_WORKER)
     if not _is_fitted_out(vllm_config) and _along(worker, VLLM_PROCESSORS) is not None:
         _fit_out(worker, vllm_config)
-    remedy = "was created without our logits processor; use vllm.LLM(**AsyncVirtualLM.engine_options(model))"
+    remedy = (
+        "lacks logprobe's logits processor; create it with vllm.LLM(**AsyncVirtualLM.engine_options(model))"
+    )
     require(_is_fitted_out(vllm_config), WHERE, remedy)
     is_free = is_offline or llm.output_handler is None
     owned = "belongs to a running event loop; create it outside of one: await asyncio.to_thread(create)"

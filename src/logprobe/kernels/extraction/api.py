@@ -1,7 +1,6 @@
 """Computes log-probabilities, ranks, top-k and extra columns from rows of logits.
 
-The device of the
-logits selects the kernel: NumPy arrays and tensors on the CPU are computed in NumPy's memory by the native
+The device of the logits selects the kernel: NumPy arrays and tensors on the CPU are computed by the native
 library, tensors on other devices by `kernels.extraction.device`, which needs torch.
 """
 
@@ -14,11 +13,16 @@ import numpy as np
 from logprobe.kernels.extraction.requests import allocate, check_requests, check_rows
 from logprobe.kernels.info import native_library
 from logprobe.kernels.placement import as_rows
+from logprobe.kernels.stages import Stage
 
 if TYPE_CHECKING:
+    from logprobe.kernels.arrays import Array
     from logprobe.kernels.extraction.requests import GivenLike, IdsLike, RowRequests
     from logprobe.kernels.placement import Rows
     from logprobe.records.rows import DeviceRows
+
+PARALLEL_FROM = 2**15  # number of logits from which more than one thread is faster
+KINDS = {"float32": 0, "float16": 1, "bfloat16": 2}
 
 
 def extract(
@@ -87,9 +91,38 @@ def fill(logits: Rows, requests: RowRequests, output: DeviceRows) -> None:
 
         reference.fill(logits, requests, output)
     else:
-        from logprobe.kernels.extraction import cpu
+        _fill_on_cpu(logits, requests, output)
 
-        cpu.fill(logits, requests, output)
+
+def _fill_on_cpu(logits: Array, requests: RowRequests, output: DeviceRows) -> None:
+    """Do the same as `fill`, for arrays, with the native library."""
+    if logits.strides[1] != logits.itemsize:
+        logits = np.ascontiguousarray(logits)
+    given = output.given
+    Stage(
+        "extract",
+        "ExtractArgs",
+        num_items=len(logits),
+        is_small=logits.size < PARALLEL_FROM,
+        logits=logits,
+        vocab_size=requests.vocab_size,
+        kind=KINDS[logits.dtype.name],
+        chosen=requests.chosen_ids,
+        num_logprobs=requests.num_logprobs,
+        token_ids=output.token_ids,
+        logprobs=output.logprobs,
+        width=requests.width,
+        ranks=output.ranks,
+        lse=output.lse,
+        is_valid=output.is_valid,
+        entropy=output.entropy,
+        varentropy=output.extras.get("varentropy"),
+        margin=output.extras.get("margin"),
+        given_offsets=None if given is None else given.offsets,
+        given_ids=None if given is None else given.token_ids,
+        given_logprobs=None if given is None else given.logprobs,
+        given_ranks=None if given is None else given.ranks,
+    ).run()
 
 
 def allocate_for(logits: Rows, requests: RowRequests) -> DeviceRows:

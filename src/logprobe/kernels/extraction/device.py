@@ -5,14 +5,15 @@ Tensors on the CPU are accepted as well, with which Triton's interpreter runs.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from logprobe.kernels.extraction.requests import allocate as allocate_columns
 from logprobe.kernels.info import kernel_of
-from logprobe.records.rows import DeviceRows, GivenLogprobs, host_array
+from logprobe.records.rows import host_array
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from logprobe.kernels.extraction.requests import RowRequests
-    from logprobe.records.rows import Column
+    from logprobe.records.rows import Column, DeviceRows
 
 
 def has_kernel(logits: Tensor) -> bool:
@@ -44,52 +45,21 @@ def copy_to(values: Column, device: torch.device) -> Tensor:
 
 def requests_on(requests: RowRequests, device: torch.device) -> RowRequests:
     """Return the same requests with every array as a tensor on `device`."""
-    offsets, given_ids = requests.given_offsets, requests.given_ids
-    return replace(
-        requests,
-        chosen_ids=copy_to(requests.chosen_ids, device),
-        num_logprobs=copy_to(requests.num_logprobs, device),
-        given_offsets=None if offsets is None else copy_to(offsets, device),
-        given_ids=None if given_ids is None else copy_to(given_ids, device),
-    )
+    return requests.mapped(partial(copy_to, device=device))
 
 
 def allocate(requests: RowRequests, device: torch.device) -> DeviceRows:
-    """Allocate tensors on `device`, as `api.allocate` does arrays."""
-    num_rows = len(requests.chosen_ids)
-    given = None
-    if requests.given_ids is not None and requests.given_offsets is not None:
-        given = GivenLogprobs(
-            offsets=copy_to(requests.given_offsets, device),
-            token_ids=copy_to(requests.given_ids, device),
-            logprobs=torch.empty(len(requests.given_ids), dtype=torch.float32, device=device),
-            ranks=torch.empty(len(requests.given_ids), dtype=torch.int32, device=device),
-        )
-    return DeviceRows(
-        token_ids=torch.empty((num_rows, requests.width), dtype=torch.int32, device=device),
-        logprobs=torch.empty((num_rows, requests.width), dtype=torch.float32, device=device),
-        ranks=torch.empty(num_rows, dtype=torch.int32, device=device),
-        lse=torch.empty(num_rows, dtype=torch.float32, device=device),
-        num_logprobs=copy_to(requests.num_logprobs, device),
-        is_valid=torch.empty(num_rows, dtype=torch.bool, device=device),
-        extras={
-            name: torch.full((num_rows,), torch.nan, dtype=torch.float32, device=device)
-            for name in requests.extras
-        },
-        given=given,
-    )
+    """Allocate tensors on `device`, as `requests.allocate` does arrays."""
+
+    def empty(shape: Any, dtype: str) -> Tensor:
+        return torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+
+    return allocate_columns(requests, empty=empty, put=partial(copy_to, device=device))
 
 
 def on_host(requests: RowRequests) -> RowRequests:
     """Return the same requests with NumPy arrays."""
-    offsets, given_ids = requests.given_offsets, requests.given_ids
-    return replace(
-        requests,
-        chosen_ids=host_array(requests.chosen_ids),
-        num_logprobs=host_array(requests.num_logprobs),
-        given_offsets=None if offsets is None else host_array(offsets),
-        given_ids=None if given_ids is None else host_array(given_ids),
-    )
+    return requests.mapped(host_array)
 
 
 def copy(source: DeviceRows, rows: DeviceRows) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,11 +9,10 @@ import numpy as np
 from logprobe.errors import ParameterError
 from logprobe.kernels.extraction.api import allocate_for, fill
 from logprobe.kernels.extraction.requests import check_requests, check_rows
-from logprobe.kernels.placement import as_rows
+from logprobe.kernels.placement import as_rows, inference_mode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from contextlib import AbstractContextManager
 
     from logprobe.kernels.extraction.requests import GivenLike, IdsLike
     from logprobe.kernels.placement import Rows
@@ -66,7 +64,7 @@ def head_extract(
     start = 0
     while output is None or start < num_rows:
         rows = slice(start, min(start + size, num_rows))
-        with _no_grad(hidden):
+        with inference_mode(hidden):
             logits = head(hidden[rows])
             if transform is not None:
                 logits = transform(logits, rows)
@@ -98,14 +96,6 @@ def default_chunk_rows(vocab_size: int | None, device_type: str = "cpu") -> int:
     if rows < MIN_CHUNK_ROWS:
         rows = min(MIN_CHUNK_ROWS, MAX_CHUNK_BYTES // row_bytes)
     return max(rows, 1)
-
-
-def _no_grad(hidden: Rows) -> AbstractContextManager[Any]:
-    if isinstance(hidden, np.ndarray):
-        return nullcontext()
-    import torch
-
-    return torch.no_grad()
 
 
 def _check_hidden(hidden: Rows) -> int:

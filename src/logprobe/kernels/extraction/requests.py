@@ -15,7 +15,7 @@ from logprobe.kernels.placement import is_array
 from logprobe.records.rows import KERNEL_EXTRAS, DeviceRows, GivenLogprobs, host_array
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import numpy.typing as npt
     from numpy.typing import NDArray
@@ -56,6 +56,17 @@ class RowRequests:
             given_offsets=None if offsets is None else offsets[start : stop + 1],
             given_ids=self.given_ids,
             extras=self.extras,
+        )
+
+    def mapped(self, convert: Callable[[Column], Column]) -> RowRequests:
+        """Return the same requests with `convert` applied to each array."""
+        offsets, given_ids = self.given_offsets, self.given_ids
+        return replace(
+            self,
+            chosen_ids=convert(self.chosen_ids),
+            num_logprobs=convert(self.num_logprobs),
+            given_offsets=None if offsets is None else convert(offsets),
+            given_ids=None if given_ids is None else convert(given_ids),
         )
 
     def of_tokens(self, chosen_ids: NDArray[np.int32]) -> RowRequests:
@@ -126,28 +137,43 @@ def check_requests(
     )
 
 
-def allocate(requests: RowRequests, *, dtype: npt.DTypeLike = np.float32) -> DeviceRows:
-    """Allocate NumPy arrays for `requests`, uninitialized except for the extra columns.
+def allocate(
+    requests: RowRequests,
+    *,
+    dtype: npt.DTypeLike = "float32",
+    empty: Callable[[Any, Any], Column] = np.empty,
+    put: Callable[[Column], Column] = np.asarray,
+) -> DeviceRows:
+    """Allocate the columns for `requests`, uninitialized except for the extra columns.
 
     Extra columns are filled with NaN, which remains if a kernel does not support a column.
+
+    Args:
+        requests: the validated requests.
+        dtype: dtype of columns of floats.
+        empty: allocates a column from its shape and the name of its dtype.
+        put: moves an array of the requests to where the columns are.
     """
     num_rows = len(requests.chosen_ids)
     given = None
     if requests.given_ids is not None and requests.given_offsets is not None:
         given = GivenLogprobs(
-            offsets=requests.given_offsets,
-            token_ids=requests.given_ids,
-            logprobs=np.empty(len(requests.given_ids), dtype),
-            ranks=np.empty(len(requests.given_ids), np.int32),
+            offsets=put(requests.given_offsets),
+            token_ids=put(requests.given_ids),
+            logprobs=empty(len(requests.given_ids), dtype),
+            ranks=empty(len(requests.given_ids), "int32"),
         )
+    extras = {name: empty(num_rows, dtype) for name in requests.extras}
+    for column in extras.values():
+        column[:] = np.nan
     return DeviceRows(
-        token_ids=np.empty((num_rows, requests.width), np.int32),
-        logprobs=np.empty((num_rows, requests.width), dtype),
-        ranks=np.empty(num_rows, np.int32),
-        lse=np.empty(num_rows, dtype),
-        num_logprobs=requests.num_logprobs,
-        is_valid=np.empty(num_rows, np.bool_),
-        extras={name: np.full(num_rows, np.nan, dtype) for name in requests.extras},
+        token_ids=empty((num_rows, requests.width), "int32"),
+        logprobs=empty((num_rows, requests.width), dtype),
+        ranks=empty(num_rows, "int32"),
+        lse=empty(num_rows, dtype),
+        num_logprobs=put(requests.num_logprobs),
+        is_valid=empty(num_rows, "bool"),
+        extras=extras,
         given=given,
     )
 

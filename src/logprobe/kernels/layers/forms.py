@@ -20,10 +20,10 @@ from logprobe.kernels.layers.layout import (
     INT4_WIDE,
     INT8,
     INT8_WIDE,
+    LINE,
     PANEL,
     Form,
 )
-from logprobe.kernels.processor import LINE
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

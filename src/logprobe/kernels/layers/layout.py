@@ -21,12 +21,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from logprobe.kernels.processor import FLOAT
-
 LAYOUT = 1  # version of this layout; stored panels of other versions are not read
 PANEL = 48
 GROUP = 8
 RUN = 16  # this many inputs are summed separately, because a sum's rounding error grows with its length
+LINE = 64  # bytes of a cache line
 TILE_ROWS = 8  # the number of rows in a row block is a multiple of this
 
 
@@ -49,12 +48,12 @@ class Form:
         return num_inputs // self.inputs * self.block_bytes
 
 
-FLOAT32 = Form("float32", GROUP, 0, FLOAT * GROUP * PANEL)
+FLOAT32 = Form("float32", GROUP, 0, 4 * GROUP * PANEL)
 BFLOAT16 = Form("bfloat16", GROUP, 0, 2 * GROUP * PANEL)
 FLOAT16 = Form("float16", GROUP, 0, 2 * GROUP * PANEL)
 INT4 = Form("int4", 32, 2 * 2 * PANEL, GROUP * PANEL // 2)
-INT4_WIDE = Form("int4_wide", 32, 2 * FLOAT * PANEL, GROUP * PANEL // 2)
+INT4_WIDE = Form("int4_wide", 32, 2 * 4 * PANEL, GROUP * PANEL // 2)
 INT8 = Form("int8", 32, 2 * PANEL, GROUP * PANEL)
-INT8_WIDE = Form("int8_wide", 16, FLOAT * PANEL, GROUP * PANEL)
+INT8_WIDE = Form("int8_wide", 16, 4 * PANEL, GROUP * PANEL)
 FORMS = {form.name: form for form in (FLOAT32, BFLOAT16, FLOAT16, INT4, INT4_WIDE, INT8, INT8_WIDE)}
 FORM_NUMBERS = {name: number for number, name in enumerate(FORMS)}  # as in native/tiles.hpp

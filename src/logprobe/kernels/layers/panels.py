@@ -14,8 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from logprobe.kernels.layers.gate import ACTIVATIONS
 from logprobe.kernels.layers.layout import FORM_NUMBERS, PANEL, TILE_ROWS
+from logprobe.kernels.layers.rows import ACTIVATIONS
 from logprobe.kernels.stages import Stage, items_for_threads
 
 if TYPE_CHECKING:

@@ -108,7 +108,8 @@ def _common_settings(gguf: GgufFile) -> dict[str, Any]:
     layers = settings["num_hidden_layers"]
     if isinstance(layers, int) and layers > len(gguf.shapes):
         raise UnsupportedModelError(
-            f"{gguf.path.name}: has {layers} layers but only {len(gguf.shapes)} tensors"
+            f"{gguf.path.name}: has {layers} layers but only {len(gguf.shapes)} tensors; fetch a "
+            "complete file"
         )
     heads = settings["num_attention_heads"]
     settings["num_key_value_heads"] = gguf.value(".attention.head_count_kv", heads)

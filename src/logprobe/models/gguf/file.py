@@ -75,7 +75,8 @@ class GgufFile:
             return None
         if found is not None and (type(found) is not int or not 0 <= found < size):
             raise UnsupportedModelError(
-                f"{self.path.name}: {key} is {found!r:.80}; the vocabulary has {size} tokens"
+                f"{self.path.name}: {key} is {found!r:.80}, which is no token id below {size}; "
+                "fetch the file again"
             )
         return found
 

@@ -124,7 +124,7 @@ class _Walk:
         if self._num_entries > MAX_ENTRIES:
             raise self._error(f"has arrays of more than {MAX_ENTRIES} entries")
         if kind == ARRAY:
-            raise self._error("has an array of arrays, which is not supported")
+            raise InputError(f"{self._path}: has an array of arrays in its metadata, which is not supported")
         return self._strings(count) if kind == STRING else self._scalars(kind, count)
 
     def _scalars(self, kind: int, count: int) -> list[Any]:

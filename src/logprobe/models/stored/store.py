@@ -1,6 +1,9 @@
 """`LoadStore`: reads and writes the files that loading a model stores in the cache.
 
-`engine.forward.load` uses it to skip packing and verification after the first load.
+`engine.forward.load` uses it to skip packing and verification after the first load. The record of a first,
+verified load is one file: JSON text whose schema the caller defines, and tensors. These are the model's small
+tensors (norms, biases, rotary frequencies) and some of transformers' logits, which every later load must
+reproduce.
 """
 
 from __future__ import annotations
@@ -9,12 +12,14 @@ import logging
 import shutil
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from logprobe.errors import DownloadError
+import numpy as np
+
+from logprobe.errors import DownloadError, UnsupportedModelError
 from logprobe.models.cache import MANIFEST, is_there, new_entry
 from logprobe.models.given import is_copy
+from logprobe.models.safetensors_files import save_tensors, tensors_of
 from logprobe.models.stored.identity import panels_folder, record_folder, source_key
 from logprobe.models.stored.panels import read_panels, stored_forms, write_panels
-from logprobe.models.stored.record import read_record, write_record
 from logprobe.private_files import sync
 
 if TYPE_CHECKING:
@@ -24,7 +29,9 @@ if TYPE_CHECKING:
     from logprobe.kernels.layers.forms import PanelWeights
     from logprobe.models.resolution import ModelFiles
 
+RECORD_FILE: Final = "load.safetensors"
 MAX_RECORDS: Final = 16  # limit per model; a record has a few megabytes
+_KEY: Final = "record"  # of the JSON text in the file's metadata
 
 logger = logging.getLogger("logprobe")
 
@@ -82,24 +89,30 @@ class LoadStore:
 
     def record(self) -> tuple[str, Mapping[str, Any]] | None:
         """Return the JSON record and tensors that this version of the code has stored; None if none."""
-        return read_record(self._record_folder) if is_there(self._record_folder) else None
+        from safetensors import SafetensorError
+
+        if not is_there(self._record_folder):
+            return None
+        try:
+            tensors, metadata = tensors_of(self._record_folder / RECORD_FILE)
+            # Copied, because mapped arrays would keep the file open.
+            return metadata[_KEY], {name: np.array(tensor.read()) for name, tensor in tensors.items()}
+        except (OSError, KeyError, ValueError, SafetensorError, UnsupportedModelError):
+            return None
 
     def write_record(self, record: str, tensors: dict[str, Any]) -> None:
         """Store a record, and remove this model's oldest records if there are more than `MAX_RECORDS`."""
+        folder = self._record_folder
         try:
-            self._write(self._record_folder, lambda partial: write_record(partial, record, tensors))
+            names = (one for one in folder.parent.glob(f"*-{self._source}-*") if one != folder)
+            stored = [one for one in names if not one.name.startswith(".")]  # no locks and partial entries
+            for older in sorted(stored, key=_modified_s)[: 1 - MAX_RECORDS]:
+                shutil.rmtree(older, ignore_errors=True)
+            with new_entry(folder, is_damaged=lambda: True) as partial:
+                if partial is not None:
+                    save_tensors(tensors, partial / RECORD_FILE, {_KEY: record})
         except (DownloadError, OSError) as error:
             self._refuse(error)
-
-    def _write(self, folder: Path, write: Callable[[Path], None]) -> None:
-        """Create or replace a cache entry; remove the oldest entries if there are more than `MAX_RECORDS`."""
-        names = (one for one in folder.parent.glob(f"*-{self._source}-*") if one != folder)
-        stored = [one for one in names if not one.name.startswith(".")]  # no lock files and partial entries
-        for older in sorted(stored, key=_modified_s)[: 1 - MAX_RECORDS]:
-            shutil.rmtree(older, ignore_errors=True)
-        with new_entry(folder, is_damaged=lambda: True) as partial:
-            if partial is not None:
-                write(partial)
 
     def _refuse(self, error: Exception) -> None:
         """Log, once, why nothing can be stored."""

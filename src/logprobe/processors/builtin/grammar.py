@@ -172,7 +172,11 @@ def grammar_of(args: GrammarArgs) -> str:
         ParameterError: no constraint is set, or several are, the schema is not JSON, or a limit is exceeded.
     """
     forms = [name for name in GrammarArgs.__struct_fields__ if getattr(args, name) not in (None, False)]
-    require(len(forms) == 1, "grammar", f"needs exactly one form, got {', '.join(forms) or 'none'}")
+    require(
+        len(forms) == 1,
+        "grammar",
+        f"needs exactly one of its arguments, such as regex or json_schema, got {', '.join(forms) or 'none'}",
+    )
     _check_size(forms[0], getattr(args, forms[0]))
     matcher = _llguidance().LLMatcher
     if args.regex is not None:
@@ -267,25 +271,24 @@ class _Tokens:
 
 
 def _check_size(name: str, value: Any) -> None:
-    """Check the numbers of characters, parts and choices before anything is built."""
+    """Check the numbers of bytes, parts and choices before anything is built."""
     texts = value if name == "choice" else [value] if isinstance(value, str) else []
     require(
         name != "choice" or len(value) <= MAX_CHOICES,
         name,
         f"has {len(texts)} choices; at most {MAX_CHOICES}",
     )
-    num_chars = sum(map(len, texts))
-    require(num_chars <= MAX_GRAMMAR_BYTES, name, f"has {num_chars} characters; at most {MAX_GRAMMAR_BYTES}")
+    _check_bytes(name, sum(map(_num_bytes, texts)))
     if name in {"regex", "ebnf"}:
         _check_parts(name, sum(map(value.count, PART_MARKS)))
 
 
 def _check_shape(schema: Any) -> None:
     """Check the size and depth of a schema without recursion."""
-    level, depth, num_parts, num_chars = [schema], 0, 0, 0
+    level, depth, num_parts, num_bytes = [schema], 0, 0, 0
     while level:
         parts = [value for value in level if isinstance(value, dict | list)]
-        num_chars += sum(len(value) for value in level if isinstance(value, str))
+        num_bytes += sum(_num_bytes(value) for value in level if isinstance(value, str))
         num_parts += len(parts)
         depth += bool(parts)
         _check_parts("json_schema", num_parts)
@@ -293,11 +296,15 @@ def _check_shape(schema: Any) -> None:
         level = []
         for part in parts:
             level += [*part, *part.values()] if isinstance(part, dict) else part
-    require(
-        num_chars <= MAX_GRAMMAR_BYTES,
-        "json_schema",
-        f"has {num_chars} characters; at most {MAX_GRAMMAR_BYTES}",
-    )
+    _check_bytes("json_schema", num_bytes)
+
+
+def _num_bytes(text: str) -> int:
+    return len(text.encode("utf-8", "surrogatepass"))
+
+
+def _check_bytes(name: str, num_bytes: int) -> None:
+    require(num_bytes <= MAX_GRAMMAR_BYTES, name, f"has {num_bytes} bytes; at most {MAX_GRAMMAR_BYTES}")
 
 
 def _check_parts(name: str, num_parts: int) -> None:

@@ -97,7 +97,7 @@ def problem_of(matcher: Any) -> str | None:
         return "the grammar engine failed with an internal error; the log has the details"
     logger.debug("llguidance: %s", text)
     if text.startswith("NoExtensionBias"):
-        return "no token of the model has the bytes that must come next"
+        return "no token of the model matches the text that the grammar requires next"
     return shortened(" ".join(_DETAILS.split(text, 1)[0].split()), MAX_PROBLEM_CHARS)
 
 

@@ -63,6 +63,6 @@ def check_parquet(metadata: Mapping[bytes, bytes] | None, source: object) -> Non
         return
     kind, _, number = stated.decode(errors="replace").partition("/")
     if kind not in PARQUET_VERSION:
-        raise InputError(f"{source}: has the unknown format {kind!r:.60}; upgrade logprobe")
+        raise InputError(f"{source}: unknown format {kind!r:.60}; upgrade logprobe")
     version = int(number) if number.isascii() and number.isdigit() and len(number) < 10 else number
     check_version(version, PARQUET_VERSION[kind], source)

@@ -202,7 +202,7 @@ def _quantise(columns: dict[str, Array], precision: Precision) -> tuple[dict[str
             exact = columns[name]
             if not (exact <= 0).all():
                 raise ParameterError(
-                    "precision", "cannot be reduced for NaN and positive values; use 'float32'"
+                    "precision", "must be 'float32' for a record that contains NaN or positive values"
                 )
             coded = _smaller(name, exact, precision)
             finite = np.isfinite(exact)

@@ -49,7 +49,7 @@ def lists_of(
     if not len(values) == len(of_rank) == len(texts) == n:
         lengths = {"logprobs": len(values), "ranks": len(of_rank), "decoded_tokens": len(texts)}
         name = next(name for name, length in lengths.items() if length < n)
-        raise ParameterError(name, f"{lengths[name]} values for {n} token ids; give one for each")
+        raise ParameterError(name, f"has {lengths[name]} values for {n} token ids; give one per id")
     return ids, values, of_rank, None if texts.count(None) == n else texts
 
 
@@ -102,7 +102,10 @@ def spans_of(entries: Entries, starts: npt.ArrayLike, ends: npt.ArrayLike) -> En
     first, last = np.asarray(starts, np.int64), np.asarray(ends, np.int64)
     total = len(entries.token_ids)
     if first.ndim != 1 or first.shape != last.shape:
-        raise ParameterError("end_indices", f"has shape {last.shape}, but the starts {first.shape}")
+        raise ParameterError(
+            "end_indices",
+            f"has shape {last.shape}, but start_indices has {first.shape}; give one end per start",
+        )
     if ((first < 0) | (last < first) | (last > total)).any():
         raise ParameterError("end_indices", f"a position lies outside the {total} entries")
     return entries.spans(first, last - first)

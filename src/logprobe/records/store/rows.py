@@ -185,7 +185,9 @@ class Rows:
         }
         for name, column in values.items():
             if column.shape != (num_new,):
-                raise ParameterError(name, f"{column.shape} values for {num_new} positions")
+                raise ParameterError(
+                    name, f"has shape {column.shape} for {num_new} positions; give one value per position"
+                )
         if given is not None:
             _check_offsets("given", given.offsets, num_new)
         if kept is not None:

@@ -117,7 +117,10 @@ async def read_bytes(request: HttpRequest, settings: ServerSettings) -> bytes:
                     message = f"the body is larger than {most} bytes; shorten it or raise max_body_bytes"
                     raise ApiError(413, message, code="body_too_large")
     except TimeoutError as error:
-        message = f"the body did not arrive within {settings.body_timeout_s} s (body_timeout_s)"
+        message = (
+            f"the body did not arrive within {settings.body_timeout_s} s (body_timeout_s); send it "
+            "faster or shorten it"
+        )
         raise ApiError(408, message, code="body_too_slow", headers={"Connection": "close"}) from error
     except ClientDisconnect as error:
         raise ClientGoneError from error

@@ -11,8 +11,6 @@ import asyncio
 import ipaddress
 import logging
 import re
-import time
-import uuid
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Final
@@ -21,6 +19,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 
+from logprobe import runtime
 from logprobe.engine.forward.process_memory import return_freed
 from logprobe.errors import shortened
 from logprobe.server.http.errors import ApiError
@@ -67,12 +66,12 @@ class Call:
     has_large_body: bool = False
     first_token_s: float | None = None  # set for streams only
     seconds: float = 0.0
-    _start_s: float = field(default_factory=time.perf_counter)
+    _start_s: float = field(default_factory=lambda: runtime.perf_counter())  # noqa: PLW0108 - replaceable
 
     def note_token(self) -> None:
         """Record the time of the first token."""
         if self.first_token_s is None:
-            self.first_token_s = time.perf_counter() - self._start_s
+            self.first_token_s = runtime.perf_counter() - self._start_s
 
     @property
     def token_s(self) -> float | None:
@@ -90,7 +89,7 @@ class Call:
 
     def end(self) -> None:
         """Stop the clock and write the access log line."""
-        self.seconds = time.perf_counter() - self._start_s
+        self.seconds = runtime.perf_counter() - self._start_s
         level = logging.DEBUG if self.route in PROBES else logging.INFO
         if access_logger.isEnabledFor(level):
             facts = {name: getattr(self, name) for name in FACTS}
@@ -115,7 +114,7 @@ def begin_call(given: str | None, **facts: Any) -> Call:
 
     `given` is the client's `X-Request-Id`, which becomes the request id if it matches `REQUEST_ID`.
     """
-    name = given if given is not None and REQUEST_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
+    name = given if given is not None and REQUEST_ID.fullmatch(given) else f"req_{runtime.uuid4().hex}"
     request_id.set(name)
     return Call(name, **facts)
 

@@ -93,7 +93,7 @@ def _number_of(header: str | None, keys: tuple[str, ...]) -> int:
     Raises ApiError (401) if the key is missing or invalid.
     """
     brought = _key_of(header)
-    matches = [hmac.compare_digest(brought or b"", key.encode()) for key in keys]
+    matches = [hmac.compare_digest(brought or b"", key.encode("ascii")) for key in keys]
     if brought is None or not any(matches):
         raise ApiError(
             401,
@@ -106,4 +106,4 @@ def _number_of(header: str | None, keys: tuple[str, ...]) -> int:
 
 def _key_of(header: str | None) -> bytes | None:
     scheme, _, key = (header or "").partition(" ")
-    return key.strip().encode("latin-1") if scheme.lower() == "bearer" else None  # undo ASGI's latin-1
+    return key.strip().encode() if scheme.lower() == "bearer" else None

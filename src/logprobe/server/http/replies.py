@@ -118,6 +118,7 @@ class StreamedReply(Response):
         self._parts = parts
         self._check = check
         self._failed = failed
+        self._has_sent_parts = False  # True once all parts were sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI
         """Send all parts, unless the client disconnects."""
@@ -127,9 +128,11 @@ class StreamedReply(Response):
         except ClientGoneError:
             return
         except ApiError as error:
-            if self._failed is None:
+            if self._failed is None and not self._has_sent_parts:
                 raise
-            await send({"type": "http.response.body", "body": self._failed(error), "more_body": False})
+            # If only the end waits for a slow client, the body is complete, and must not end twice.
+            last = b"" if self._failed is None or self._has_sent_parts else self._failed(error)
+            await send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _send_all(self, send: Send) -> None:
         start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
@@ -137,6 +140,7 @@ class StreamedReply(Response):
         async with aclosing(self._parts) as parts:
             async for data in parts:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
+        self._has_sent_parts = True
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

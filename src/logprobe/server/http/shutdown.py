@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from typing import TYPE_CHECKING, Final
 
 import uvicorn
+
+from logprobe import runtime
 
 if TYPE_CHECKING:
     import socket
@@ -53,8 +54,8 @@ class DrainingServer(uvicorn.Server):
         tasks, drain_s = self.server_state.tasks, self._lifetime.drain_s
         what = "shutting down: %d requests in progress have %g s to finish; a second signal aborts them"
         logger.info(what, len(tasks), drain_s)
-        deadline_s = time.monotonic() + drain_s
-        while tasks and time.monotonic() < deadline_s:  # noqa: ASYNC110 - uvicorn has no event for it
+        deadline_s = runtime.monotonic() + drain_s
+        while tasks and runtime.monotonic() < deadline_s:  # noqa: ASYNC110 - uvicorn has no event for it
             await asyncio.sleep(CHECK_S)
         if tasks:
             logger.warning("%d requests did not finish in time and are aborted", len(tasks))

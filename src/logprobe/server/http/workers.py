@@ -8,12 +8,11 @@ grammar code is native and releases the GIL; Python code is preempted every few 
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from logprobe import runtime
 from logprobe.server.limits import InProgress
 from logprobe.server.openai.bodies import (
     GUIDED,
@@ -28,6 +27,7 @@ from logprobe.text.chat import is_plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from concurrent.futures import Future
 
 T = TypeVar("T")
 
@@ -89,11 +89,11 @@ class TurnQueue:
         self._jobs: dict[
             str, deque[tuple[Future[Any], Callable[[], Any]]]
         ] = {}  # no empty queues, the next caller first
-        self._lock = threading.Lock()
+        self._lock = runtime.Lock()
 
     def add(self, job: Callable[[], T], caller: str) -> Future[T]:
         """Queue a job; the caller must then have `run_next` called once, in any thread."""
-        future = Future[T]()
+        future = runtime.Future[T]()
         with self._lock:
             self._jobs.setdefault(caller, deque()).append((future, job))
         return future
@@ -123,8 +123,8 @@ class Workers:
     """
 
     def __init__(self) -> None:
-        self._readers = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="logprobe-http-read")
-        self._writers = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="logprobe-http-write")
+        self._readers = runtime.ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="logprobe-http-read")
+        self._writers = runtime.ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="logprobe-http-write")
         self._waiting = TurnQueue()
         self._in_progress = InProgress(MAX_JOBS, "requests waiting to be decoded")
 

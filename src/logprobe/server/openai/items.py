@@ -118,7 +118,8 @@ def _fields(item: Mapping[str, Any], kind: str, where: str) -> dict[str, Any]:
     for name in names:
         is_text = isinstance(item.get(name), str) or (name == "output" and isinstance(item.get(name), list))
         if not is_text:
-            raise bad_request(f"{where}.{name}", "must be a string")
+            kinds = "a string or a list of text parts" if name == "output" else "a string"
+            raise bad_request(f"{where}.{name}", f"must be {kinds}")
     return {name: item[name] for name in names}
 
 

@@ -73,7 +73,7 @@ def _contents(method: str, path: str) -> dict[str, Any]:
         return {"text/html": _TEXT}
     if path == "/metrics":
         return {"text/plain": _TEXT}
-    if path == "/v1/next_token_logprobs":
+    if path in {"/v1/next_token_logprobs", "/v1/hidden_states"}:
         return {"application/vnd.safetensors": _BINARY}
     reply = schemas.REPLIES.get(f"{method} {path}", schemas.Facts)
     contents: dict[str, Any] = {"application/json": {"schema": _ref(reply)}}

@@ -143,8 +143,17 @@ class FieldLogprob(Shape, kw_only=True):
     grammar_unresolved: float | UnsetType = UNSET
 
 
+class ExpertRoutes(Shape, kw_only=True):
+    """Experts of each token in each layer: an array in C order, little-endian, as base64."""
+
+    shape: list[int]
+    dtype: Literal["uint8", "uint16"]
+    data: str
+
+
 class _ChoiceExtras(Shape, kw_only=True):
     token_ids: Ids | UnsetType = UNSET
+    routed_experts: ExpertRoutes | UnsetType = UNSET
     explain: list[Any] | UnsetType = UNSET
     digests: list[str] | UnsetType = UNSET  # hexadecimal
     fields: list[FieldLogprob] | UnsetType | None = UNSET
@@ -290,6 +299,7 @@ class CompletionChoice(_PromptExtras, kw_only=True):
     finish_reason: FinishReason | None
     stop_reason: int | str | None
     token_ids: Ids | UnsetType = UNSET
+    routed_experts: ExpertRoutes | UnsetType = UNSET
     explain: list[Any] | UnsetType = UNSET
     digests: list[str] | UnsetType = UNSET  # hexadecimal
     fields: list[FieldLogprob] | UnsetType | None = UNSET

@@ -19,6 +19,7 @@ from logprobe.server.rows import (
     num_field_tokens,
     prompt_extensions,
     reply_extensions,
+    route_extensions,
     stop_reason,
 )
 
@@ -177,9 +178,10 @@ class ChatShape(ChoicesShape[ChatBody]):
         reason = "tool_calls" if has_called else piece.finish_reason
         is_split = self._splitter.is_split
         found = self._generation.found.get(piece.index)
-        return reason, {"stop_reason": stop_reason(piece)} | ending_extensions(
+        ending = {"stop_reason": stop_reason(piece)} | ending_extensions(
             self._service, self._body, piece, found, channels if is_split else None
         )
+        return reason, ending | route_extensions(self._body, self._generation.outputs[0], piece)
 
     def _chunk(
         self,

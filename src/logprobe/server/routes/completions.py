@@ -18,6 +18,7 @@ from logprobe.server.rows import (
     num_field_tokens,
     prompt_extensions,
     reply_extensions,
+    route_extensions,
     stop_reason,
 )
 from logprobe.text.pieces import TextWalk
@@ -127,6 +128,9 @@ class CompletionShape(ChoicesShape[CompletionBody]):
             "finish_reason": piece.finish_reason,
             "stop_reason": stop_reason(piece),
             **choice_extensions(self._body, piece),
+            **route_extensions(
+                self._body, self._generation.outputs[self._generation.prompt_of(piece)], piece
+            ),
             **ending_extensions(self._service, self._body, piece, self._generation.found.get(piece.index)),
         }
 

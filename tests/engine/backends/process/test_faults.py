@@ -17,6 +17,7 @@ import psutil
 import pytest
 import safetensors.torch
 
+from logprobe.engine.backends.process import launcher
 from logprobe.engine.backends.process import replica as replicas
 from logprobe.engine.backends.process.orders import Pulse
 from logprobe.engine.forward.system_limits import MAX_DEFAULT_BYTES, MIN_DEFAULT_BYTES
@@ -36,11 +37,11 @@ SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where Linux keeps what has a na
 FRONT = """
 import sys, time
 from logprobe import LLM, SamplingParams
-from logprobe.engine.backends.process import replica
+from logprobe.engine.backends.process import launcher
 from logprobe.testing import process_ids
 
 if __name__ == "__main__":
-    replica.MAIN = sys.argv[3]
+    launcher.MAIN = sys.argv[3]
     llm = LLM(sys.argv[1], kv_cache_memory_bytes=1 << 23, process=True, weights=sys.argv[2])
     for output in llm.stream("the", SamplingParams(max_tokens=4000, ignore_eos=True, prompt_logprobs=-1)):
         print(*process_ids(llm), flush=True)
@@ -108,7 +109,7 @@ def test_a_killed_process_fails_its_requests_by_name_and_is_started_again(
         return pid, output, await whole
 
     with monkeypatch.context() as broken:
-        broken.setattr(replicas, "MAIN", "raise SystemExit(3)")
+        broken.setattr(launcher, "MAIN", "raise SystemExit(3)")
         pid, *outputs = asyncio.run(kill_in_the_stream())
         for output in outputs:
             assert type(output.error) is EngineError
@@ -135,7 +136,7 @@ def test_a_killed_front_leaves_no_process_and_no_file(
     own.mkdir()
     environment = os.environ | {"TMPDIR": str(own), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     front = subprocess.Popen(
-        [sys.executable, str(script), settings["model"], settings["weights"], replicas.MAIN],
+        [sys.executable, str(script), settings["model"], settings["weights"], launcher.MAIN],
         stdout=subprocess.PIPE,
         text=True,
         env=environment,
@@ -245,7 +246,7 @@ def test_a_model_that_cannot_be_loaded_is_told_by_its_fault(
 def test_a_process_that_dies_before_it_serves_is_one_clear_error(
     start: Any, monkeypatch: pytest.MonkeyPatch, code: str, told: str
 ) -> None:
-    monkeypatch.setattr(replicas, "MAIN", code)
+    monkeypatch.setattr(launcher, "MAIN", code)
     with pytest.raises(EngineError) as caught, start():
         pass
     assert str(caught.value).startswith("the engine process (pid ")
@@ -418,5 +419,5 @@ def test_a_fork_is_refused_at_once_and_leaves_the_engine_to_its_parent(
     )
     assert told.returncode == 0, told.stderr
     child, parent = told.stdout.splitlines()
-    assert "does not work in a fork" in child
+    assert "cannot be used in a forked process" in child
     assert parent == "parent: goes on"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,18 +10,19 @@ import numpy as np
 import pytest
 import torch
 from transformers import CONFIG_MAPPING
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 pytest.importorskip("triton", reason="Triton has no build for this platform")
 
 from families.tiny import model_of
 from logprobe.config import EngineConfig
-from logprobe.engine.forward.cuda.build import decoder_of, parameters
-from logprobe.engine.forward.cuda.decoder import CudaDecoder, by_pieces
-from logprobe.engine.forward.cuda.plan import SpanPlan
+from logprobe.engine.forward.cpu.native_decoder import module_frequencies
 from logprobe.engine.forward.families import FAMILIES
 from logprobe.engine.forward.native import NativeForward
-from logprobe.engine.forward.native_decoder import module_frequencies
-from logprobe.engine.forward.transformers_proof import TransformersProof, described
+from logprobe.engine.forward.torch.cuda.build import cuda_decoder, parameters
+from logprobe.engine.forward.torch.cuda.decoder import CudaDecoder, by_pieces
+from logprobe.engine.forward.torch.cuda.plan import SpanPlan
+from logprobe.engine.forward.torch.transformers_proof import TransformersProof, described
 from logprobe.errors import ParameterError, UnsupportedModelError
 from logprobe.kernels.layers.forms import PanelWeights, empty_panels, fill_blocks
 from logprobe.kernels.layers.layout import INT4, INT8
@@ -237,12 +239,41 @@ def test_bfloat16_arithmetic_and_cache_are_less_accurate(texts: list[Any]) -> No
         assert 1e-4 < difference < 0.5
 
 
+def loaded(module: Any) -> CudaDecoder | str:
+    """Return the verified decoder of a module, or the reason why there is none."""
+    with torch.inference_mode():
+        model = LazyModel.of(module.to(DEVICE))
+        return cuda_decoder(model, TransformersProof(model), device=DEVICE)
+
+
+def with_a_wider_layer(model: Any) -> None:
+    config = copy.deepcopy(model.config)
+    config.num_key_value_heads *= 2
+    attention = LlamaAttention(config, 1).requires_grad_(requires_grad=False)
+    attention.config = model.config
+    model.model.layers[1].self_attn = attention
+
+
 def test_a_load_compares_the_decoder_with_transformers() -> None:
-    model = model_of("llama")
-    decoder = decoder_of(model.to(DEVICE))
+    decoder = loaded(model_of("llama"))
+    assert isinstance(decoder, CudaDecoder)
     assert decoder.arithmetic == "bf16x3"
-    with pytest.raises(UnsupportedModelError):
-        decoder_of(model_of("glm4").to(DEVICE))
+    assert loaded(model_of("glm4")) == "the model type glm4 is not supported"
+
+
+def test_layers_of_different_sizes_are_not_supported() -> None:
+    model = model_of("llama")
+    with_a_wider_layer(model)
+    assert loaded(model) == "its structure is not supported (ValueError: its layers have different sizes)"
+
+
+def test_an_error_of_the_decoder_is_not_taken_for_other_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("a fault of the kernel")
+
+    monkeypatch.setattr("logprobe.engine.forward.torch.cuda.decoder.norm", fail)
+    with pytest.raises(RuntimeError, match="a fault of the kernel"):
+        loaded(model_of("llama"))
 
 
 @pytest.mark.parametrize(

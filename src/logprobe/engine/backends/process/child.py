@@ -13,11 +13,11 @@ import shutil
 import signal
 import socket
 import sys
-import threading
-import time
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
+
+from logprobe import runtime
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -44,7 +44,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     # Before heavy imports, so that this process also exits if the parent dies during them.
     passing = {folder}
-    threading.Thread(target=_end_with_front, args=(passing, lifeline, os.getppid()), daemon=True).start()
+    runtime.Thread(target=_end_with_front, args=(passing, lifeline, os.getppid()), daemon=True).start()
     import zmq
 
     from logprobe.engine.backends.process.orders import Order
@@ -81,7 +81,7 @@ class Child:
     def __init__(self, channel: Channel[Order], passing: set[Path]) -> None:
         self._channel = channel
         self._passing = passing
-        self._pulsing = threading.Lock()  # held from reading the statistics of a heartbeat until it is sent
+        self._pulsing = runtime.Lock()  # held from reading the statistics of a heartbeat until it is sent
 
     def run(self) -> None:
         """Start the engine, and serve until a `Stop` message arrives."""
@@ -123,13 +123,13 @@ class Child:
     def _serve(self) -> None:
         from logprobe.engine.backends.process.orders import Stop
 
-        pulsed_at = time.monotonic()
+        pulsed_at = runtime.monotonic()
         while not isinstance(order := self._receive(), Stop):
             if order is not None:
                 self._take(order)
-            if time.monotonic() - pulsed_at >= PULSE_S:
+            if runtime.monotonic() - pulsed_at >= PULSE_S:
                 self._send_pulse()
-                pulsed_at = time.monotonic()
+                pulsed_at = runtime.monotonic()
 
     def _receive(self) -> Order | None:
         """Wait for the next command; return None if none arrives in `PULSE_S` seconds.
@@ -171,7 +171,7 @@ class Child:
                 self._thread.send(Submit(tuple(self._taken_in(requests))))
             case LoadLora() | LoadWeights():
                 # No request uses them before the answer, so requests need not wait for the disk.
-                threading.Thread(target=self._answer, args=(order,), daemon=True).start()
+                runtime.Thread(target=self._answer, args=(order,), daemon=True).start()
             case TakeWeights():
                 self._take_weights(order)
             case _:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import shutil
-import threading
 from collections.abc import Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -15,9 +14,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Self
 
-import zmq
-
+from logprobe import runtime
 from logprobe.engine.backends.process.admission import Admission, processor_names
+from logprobe.engine.backends.process.launcher import Launcher
 from logprobe.engine.backends.process.orders import Start, changed_model
 from logprobe.engine.backends.process.replica import Backlog, Replica
 from logprobe.engine.backends.router import DOWN, SILENT, UP, Router
@@ -74,19 +73,18 @@ class ProcessEngine:
         self._weights: LoadWeights | None = None
         self._weights_files: FileStats | None = None  # if read from a caller's folder
         self._weight_version: str | None = None  # version of the checkpoint; set by the first start
-        self._accepting = threading.Lock()  # guards the first assignment of `_weight_version`
+        self._accepting = runtime.Lock()  # guards the first assignment of `_weight_version`
         self._passing = ExitStack()  # owns the temporary folder of `_weights`, if any
         # Weights that are loaded but not yet in use, their file stats, and the owner of their folder.
         self._ready: tuple[LoadWeights, FileStats | None, ExitStack] | None = None
         self._creator = Creator()
-        self._is_routing = threading.Lock()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._is_routing = runtime.Lock()
         num_processes = config.parallel_config.data_parallel_size
-        threads = max(num_threads() // num_processes, 1)
+        self._launcher = Launcher(max(num_threads() // num_processes, 1))
         self._router = Router(num_processes)
         self._replicas: list[Replica] = []
         self._replicas += [
-            Replica(name, self._context, threads, self._starting, self._accept, self._take)
+            Replica(name, self._launcher, self._starting, self._accept, self._take)
             for name in _names(num_processes)
         ]
         atexit.register(self._close_replicas)
@@ -318,7 +316,7 @@ class ProcessEngine:
         self._drop_ready()
         for copy in [*self._left, *(copy for _, copy in self._loras.values())]:
             copy.cleanup()
-        self._context.term()
+        self._launcher.close()
         atexit.unregister(self._close_replicas)
 
     def _drop_ready(self) -> None:

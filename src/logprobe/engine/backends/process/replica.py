@@ -6,22 +6,15 @@
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import signal
-import socket
 import subprocess
-import sys
-import tempfile
-import threading
-import time
-from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from logprobe.engine.backends.process.orders import Answer, Pulse, Ready, Report, Start, Stop, Stopped
+from logprobe import runtime
+from logprobe.engine.backends.process.orders import Answer, Pulse, Ready, Start, Stop, Stopped
 from logprobe.engine.protocol import EngineStats
 from logprobe.errors import (
     EngineClosedError,
@@ -30,19 +23,19 @@ from logprobe.errors import (
     LogprobeError,
     ParameterError,
 )
-from logprobe.transport.channel import Channel, PeerGoneError
-from logprobe.transport.codec import Codec
+from logprobe.transport.channel import PeerGoneError
 from logprobe.transport.messages import Delta, Failure, Submit
-from logprobe.transport.shm import PageReader, unnamed_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+    from concurrent.futures import Future
+    from pathlib import Path
 
-    from logprobe.engine.backends.process.orders import Order
+    from logprobe.engine.backends.process.launcher import Launcher
+    from logprobe.engine.backends.process.orders import Order, Report
+    from logprobe.transport.channel import Channel
     from logprobe.transport.messages import Admitted, Asked, Event
 
-THREAD_NUMBERS: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-MAIN: Final = "from logprobe.engine.backends.process.child import main; main()"
 CLOSE_S: Final = 5.0  # maximum wait for the step in progress when the process is stopped
 # Delay in seconds before the first restart, the longest delay, and the run time that resets the delay.
 FIRST_DELAY_S, LONGEST_DELAY_S, STEADY_S = (
@@ -50,7 +43,6 @@ FIRST_DELAY_S, LONGEST_DELAY_S, STEADY_S = (
     30.0,
     60.0,
 )
-STDERR: Final = 2
 LATE_S: Final = 2.0  # time without a heartbeat after which the process counts as silent
 LOOK_S: Final = 1.0  # interval of the checks for heartbeats
 SILENT_S: Final = 60.0  # time without a heartbeat after which the process is killed
@@ -77,8 +69,7 @@ class Replica:
 
     Args:
         name: name for messages and metrics.
-        context: ZeroMQ context.
-        threads: number of compute threads of the process.
+        launcher: starts the process.
         starting: returns the first message for a process that starts.
         accept: called with the properties of a process that has loaded; raises an error if it must not serve.
         publish: called with the events of the process's requests.
@@ -87,21 +78,19 @@ class Replica:
     def __init__(
         self,
         name: str,
-        context: Any,
-        threads: int,
+        launcher: Launcher,
         starting: Callable[[Replica], Start],
         accept: Callable[[Ready], None],
         publish: Callable[[Iterable[Event]], None],
     ) -> None:
         self.name = name
-        self.ready: Future[Ready] = Future()  # result of the first start
+        self.ready: Future[Ready] = runtime.Future()  # result of the first start
         self.num_restarts = 0
-        self._context = context
-        self._threads = threads
+        self._launcher = launcher
         self._starting = starting
         self._accept = accept
         self._publish = publish
-        self._lock = threading.Lock()
+        self._lock = runtime.Lock()
         # Everything below is guarded by `_lock`; some may be read without it.
         self._channel: Channel[Any] | None = None  # None while the engine does not accept requests
         self._waiting: list[Order] = []  # commands queued until the engine is up
@@ -113,12 +102,12 @@ class Replica:
         self._why_down: LogprobeError | None = (
             None  # why the last process ended; may be read without the lock
         )
-        self._is_closed = threading.Event()
+        self._is_closed = runtime.Event()
         self._process: subprocess.Popen[bytes] | None = None
         # Last heartbeat and when it arrived (monotonic, s); may be read without the lock.
         self._pulse: tuple[float, Pulse] | None = None
-        self._down_since = time.monotonic()
-        self._thread = threading.Thread(target=self._run, name=f"logprobe-{name}", daemon=True)
+        self._down_since = runtime.monotonic()
+        self._thread = runtime.Thread(target=self._run, name=f"logprobe-{name}", daemon=True)
         self._thread.start()
 
     @property
@@ -158,7 +147,7 @@ class Replica:
 
     def ask(self, order: Asked) -> Future[Answer]:
         """Send a command and return a future of its answer, which holds an error if the command fails."""
-        answer: Future[Answer] = Future()
+        answer: Future[Answer] = runtime.Future()
         with self._lock:
             if (error := self._ended or self._unavailable) is not None:
                 answer.set_result(Answer(order.number, error=error))
@@ -178,7 +167,7 @@ class Replica:
 
     def down_s(self) -> float:
         """Return for how many seconds the engine has not accepted requests; 0 if it does."""
-        return 0.0 if self.is_up else time.monotonic() - self._down_since
+        return 0.0 if self.is_up else runtime.monotonic() - self._down_since
 
     def stalled_s(self) -> float:
         """Return the duration of the current step plus the time without a heartbeat, in seconds."""
@@ -188,7 +177,7 @@ class Replica:
     def silent_s(self) -> float:
         """Return for how many seconds there has been no heartbeat; 0 up to `LATE_S`."""
         pulse = self._pulse
-        silent_s = 0.0 if pulse is None else time.monotonic() - pulse[0]
+        silent_s = 0.0 if pulse is None else runtime.monotonic() - pulse[0]
         return silent_s if silent_s > LATE_S else 0.0
 
     def stop(self) -> None:
@@ -226,7 +215,7 @@ class Replica:
     def _run(self) -> None:
         delay_s = FIRST_DELAY_S
         while True:
-            began = time.monotonic()
+            began = runtime.monotonic()
             reason, was_up = self._live()
             if self._is_closed.is_set() or not self.ready.done():
                 break
@@ -236,7 +225,7 @@ class Replica:
                     self._unavailable = reason
             self._why_down = reason
             self._end_all(reason)
-            delay_s = FIRST_DELAY_S if time.monotonic() - began > STEADY_S else delay_s
+            delay_s = FIRST_DELAY_S if runtime.monotonic() - began > STEADY_S else delay_s
             logger.error("%s; restarting it in %.1f s", reason, delay_s)
             if self._is_closed.wait(delay_s):
                 break
@@ -261,22 +250,13 @@ class Replica:
         was_up = False
         with ExitStack() as resources:
             try:
-                folder = Path(tempfile.mkdtemp(prefix="logprobe-"))
-                resources.callback(shutil.rmtree, folder, ignore_errors=True)
-                rows = unnamed_file()
-                resources.callback(os.close, rows)
-                own, others = socket.socketpair()
-                resources.callback(own.close)
-                resources.enter_context(others)
-                codec: Codec[list[Report]] = Codec(list[Report], reader=PageReader(rows))
-                channel = Channel.bind(self._context, folder, codec, own)
-                resources.callback(channel.close)
+                launched = self._launcher.launch(resources, is_restart=self.ready.done())
+                process = self._process = launched.process
+                channel = launched.channel
                 resources.callback(self._end_process)
-                process = self._process = self._spawn(folder, others, rows)
-                others.close()
                 channel.wait_for_peer()
                 channel.send(self._starting(self))
-                reason = self._follow(channel, folder)
+                reason = self._follow(channel, launched.folder)
                 channel.send(Stop())
                 process.wait(CLOSE_S)
             except (PeerGoneError, subprocess.TimeoutExpired) as error:
@@ -292,7 +272,7 @@ class Replica:
                     was_up = self._channel is not None
                     self._channel, self._pulse = None, None
                     if was_up:
-                        self._down_since = time.monotonic()
+                        self._down_since = runtime.monotonic()
         return self._why(reason), was_up
 
     def _follow(self, channel: Channel[Any], folder: Path) -> LogprobeError:
@@ -321,22 +301,6 @@ class Replica:
         self._process.kill()
         return EngineError(f"{self.name} (pid {self._process.pid}) {why} and was killed")
 
-    def _spawn(self, folder: Path, lifeline: socket.socket, rows: int) -> subprocess.Popen[bytes]:
-        arguments = [str(folder), str(lifeline.fileno()), str(rows)]
-        path = os.pathsep.join(filter(None, sys.path))  # the process can import what this one can
-        return subprocess.Popen(  # noqa: S603 - this interpreter
-            [sys.executable, "-P", "-c", MAIN, *arguments],
-            pass_fds=(lifeline.fileno(), rows),
-            # Set MKL's number too, which torch prefers; more threads than cores would make replicas spin.
-            env=os.environ
-            | {"PYTHONPATH": path}
-            | dict.fromkeys(THREAD_NUMBERS, str(self._threads))
-            # A restart must load the revision of the first start, which the hub may have replaced since.
-            | ({"HF_HUB_OFFLINE": "1"} if self.ready.done() else {}),
-            stdin=subprocess.DEVNULL,
-            stdout=STDERR,  # standard output belongs to the front
-        )
-
     def _take(self, channel: Channel[Any], reports: list[Report]) -> LogprobeError | None:
         """Handle the reports in one message; return the reason if the process must be stopped, else None."""
         events = [report for report in reports if isinstance(report, Delta | Failure)]
@@ -348,7 +312,7 @@ class Replica:
                 case Stopped(error):
                     return error
                 case Pulse():
-                    self._pulse = time.monotonic(), report
+                    self._pulse = runtime.monotonic(), report
                     if report.stalled_s > STUCK_S:
                         return self._kill(f"has not ended a step for {report.stalled_s:.0f} s")
                 case Answer(number):

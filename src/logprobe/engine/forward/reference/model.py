@@ -6,10 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from logprobe.engine.forward.reference.attention import attend
-from logprobe.engine.forward.reference.experts import mixture
-from logprobe.engine.forward.reference.mlp import mlp
-from logprobe.engine.forward.reference.norms import norm
+from logprobe.engine.forward.reference.layers import attend, mixture, mlp, norm
 from logprobe.engine.forward.reference.rotary import cosines_and_sines, rotate
 from logprobe.engine.forward.reference.settings import settings_of
 from logprobe.engine.forward.reference.weights import Weights

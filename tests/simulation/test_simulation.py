@@ -1,0 +1,79 @@
+"""The simulation: fresh seeds, equal traces of equal seeds, and the reduction of a failing plan."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import sys
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from logprobe import runtime
+from logprobe.engine.plan.scheduler import Scheduler
+from simulation import plan as plan_module
+from simulation import world as world_module
+from simulation.plan import Plan, draw_plan
+from simulation.shrink import shrink
+from simulation.world import simulate
+
+TESTS = Path(__file__).parents[1]
+FRESH_S = 15.0
+DIGEST = "from simulation.world import simulate\nfrom simulation.plan import draw_plan\nimport sys\n"
+
+
+def test_fresh_seeds_find_nothing() -> None:
+    seed, until_s = secrets.randbelow(10**9), time.monotonic() + FRESH_S
+    while time.monotonic() < until_s:
+        try:
+            simulate(draw_plan(seed))
+        except Exception as error:
+            error.add_note(draw_plan(seed).code())
+            raise
+        seed += 1
+
+
+def test_the_same_seed_gives_the_same_trace_in_any_process() -> None:
+    seeds = [3, 8, 21, 30]
+    traces = [simulate(draw_plan(seed)).digest for seed in seeds]
+    assert [simulate(draw_plan(seed)).digest for seed in seeds] == traces
+    code = DIGEST + f"print(*[simulate(draw_plan(seed)).digest for seed in {seeds}])"
+    env = os.environ | {"PYTHONHASHSEED": "7", "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
+    shown = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert list(map(int, shown.stdout.split())) == traces
+
+
+def test_a_failing_plan_is_reduced_to_a_test_that_fails_for_the_same_reason() -> None:
+    def lose(scheduler: Scheduler, sample: object) -> None:
+        scheduler._stop(sample)  # type: ignore[arg-type]
+        scheduler.num_preempted += 1
+
+    with mock.patch.object(Scheduler, "_preempt", lose):
+        plan = next(plan for plan in map(draw_plan, range(100)) if _fails(plan))
+        small = shrink(plan, time.monotonic() + 10)
+        assert len(small.events) < len(plan.events)
+        names = vars(plan_module) | {"simulate": simulate}
+        exec(small.code(), names)  # noqa: S102 - the code that would be pasted
+        replay = names[f"test_replayed_{small.seed}"]
+        with pytest.raises(AssertionError):
+            replay()
+    replay()
+
+
+def _fails(plan: Plan) -> bool:
+    try:
+        simulate(plan)
+    except Exception:  # noqa: BLE001 - any failure counts
+        return True
+    return False
+
+
+def test_a_simulation_that_fails_restores_the_clock() -> None:
+    before = time.monotonic()
+    broken = mock.patch.object(world_module.World, "_play", side_effect=AssertionError("on purpose"))
+    with broken, pytest.raises(AssertionError, match="on purpose"):
+        simulate(draw_plan(1))
+    assert runtime.monotonic() >= before
