@@ -191,8 +191,8 @@ class ModelNotFoundError(ModelError, LookupError):
 class DownloadError(ModelError, OSError):
     """The weights could not be downloaded or stored.
 
-    Remedy: check the network, the settings of pip or of the hub, and the free disk space; or use a local
-    folder.
+    Remedy: check the network, the settings of pip or of the Hugging Face Hub, and the free disk space; or use
+    a local folder.
     """
 
 

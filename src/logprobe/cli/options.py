@@ -102,7 +102,7 @@ class ModelFlags(LoadFlags, _NamedModel):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineFlags(LoadFlags):
-    """All fields of `EngineConfig` but `model`."""
+    """All fields of `EngineConfig` except `model`."""
 
     max_model_len: Annotated[
         int | None, _model(help="Maximum sequence length in tokens; by default the model's context.")

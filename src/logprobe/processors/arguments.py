@@ -162,7 +162,7 @@ class MinTokensArgs(_Args, frozen=True):
 
 
 class PenaltiesArgs(_Args, frozen=True):
-    """Penalties on tokens that already occurred."""
+    """Penalties on tokens that have already occurred."""
 
     repetition_penalty: Annotated[float, msgspec.Meta(gt=0)] = 1.0
     presence_penalty: Penalty = 0.0

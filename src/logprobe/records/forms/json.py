@@ -30,7 +30,7 @@ FEW_ROWS = 8  # up to this many rows, encoding them one by one is faster than wi
 
 
 class ChatEncoder:
-    """Encoder of OpenAI's `{token, bytes, logprob, top_logprobs}`; caches each token's encoded start.
+    """Encoder of OpenAI's `{token, bytes, logprob, top_logprobs}`; caches each token's encoded text and bytes.
 
     Args:
         table: texts and bytes of tokens. With None, the texts stored in the record are used, and their
