@@ -168,7 +168,7 @@ class BusyError(LogprobeError, RuntimeError):
 
 
 class MissingPackageError(LogprobeError, ImportError):
-    """A required package is not installed; the message is the command that installs it.
+    """A required package is not installed; the message has the command that installs it.
 
     Remedy: install the extra that the message names.
     """

@@ -315,7 +315,7 @@ class Model:
         """Score continuations given their contexts; a context shared by several pairs is computed once.
 
         For texts, the joined text is tokenized. White space at the end of the context is scored with the
-        continuation, and an empty context is replaced by BOS (or EOS). If a token spans the end of the
+        continuation, and an empty context is replaced with BOS (or EOS). If a token spans the end of the
         context, the probability of the continuation's bytes is summed over all their tokenizations
         (docs/scoring.md), and the score's `boundary` is "bytes" instead of "token".
 

@@ -77,7 +77,7 @@ class LoadFlags:
         int | None,
         _model(
             help="Size of the KV cache in bytes; by default a quarter of the memory that the weights leave "
-            "free, at most 1 GiB; on a GPU 70 % of it.",
+            "free, at most 1 GiB; on a GPU, 70 % of that memory.",
         ),
     ] = None
     weights: Annotated[

@@ -145,7 +145,7 @@ class SamplingParams:
         self._check_processors()
 
     def _normalise(self) -> None:
-        """Replace every value by a copy of its annotated type that can be sent to other processes."""
+        """Replace every value with a copy of its annotated type that can be sent to other processes."""
         normal: dict[str, object] = {}
         for name in ("n", "best_of", "max_tokens", "min_tokens", "top_k", "seed", *COUNTS):
             value = getattr(self, name)
