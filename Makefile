@@ -142,9 +142,10 @@ test-clients: $(VENV)/.test  ## client libraries of the server, unchanged, each 
 	$(BIN)/python -m pytest -q -rP tests/clients
 
 .PHONY: test-trainers
-test-trainers: $(VENV)/.test  ## TRL's trainers, unchanged, against the server on a tiny model; TRL in an environment of its own
-	$(BIN)/python benchmarks/rivals/install.py trl
+test-trainers: $(VENV)/.test  ## TRL's trainers, unchanged, against the server on a tiny model, and Tinker's interface; each in an environment of its own
+	$(BIN)/python benchmarks/rivals/install.py trl tinker
 	$(BIN)/python -m pytest -q -rP tests/trainers
+	PYTHONPATH=src .rivals/tinker/bin/python -m pytest -q tests/integrations/test_tinker.py
 
 .PHONY: test-evaluators
 test-evaluators: $(VENV)/.test  ## Inspect, lighteval and lm-evaluation-harness, unchanged: our model in process and over HTTP beside their own on transformers

@@ -20,6 +20,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "rivals"))
 from harness import DEFAULT_MODEL, OURS, ROOT, Arena, Options, save
+from logprobe.analysis.auditing.words import (
+    distribution_words,
+    nats,
+    steadiness_words,
+)
 from machine import machine_facts
 from process import ENVIRONMENTS, RivalError
 from report import commit, newest_results, processor
@@ -29,11 +34,6 @@ from logprobe import LLM
 from logprobe.analysis import AuditReport, Endpoint, audit
 from logprobe.analysis.auditing.conformance import check_conformance
 from logprobe.analysis.auditing.report import CONFORMANCE_KINDS, NUMBER_KINDS
-from logprobe.analysis.auditing.words import (
-    distribution_words,
-    nats,
-    steadiness_words,
-)
 from logprobe.errors import LogprobeError
 
 BENCH = "audit_servers"

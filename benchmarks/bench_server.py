@@ -2,6 +2,9 @@
 
 Rates are all generated tokens over the time from the first request to the last stream's end. A gap is the
 time between two arrivals of tokens in one stream; its 99th percentile is held against the median gap.
+
+It also compares the formats of replies, whole and streamed: bytes a token, and the server's processor time a
+token beyond that of the same generation without logprobs.
 """
 
 import asyncio
@@ -124,6 +127,47 @@ def in_process_rate(arena: Arena, ours: Served, num_tokens: int, number: int) ->
     return NUM_STREAMS * num_tokens / float(spent)
 
 
+ARROW = "application/vnd.apache.arrow.stream"
+FORMATS = {OURS: ARROW, "ours as JSON": "application/json"}  # what we are held against JSON with
+NUM_CHOICES = 16
+
+
+def reply_costs(served: Served, accept: str, num_tokens: int, number: int, **more: Any) -> tuple[int, float]:
+    """Bytes of one completion of many choices, and processor time in s that the server spent on it."""
+    prompt = f"{number}. Tell me about {TOPICS[number % len(TOPICS)]}."
+    body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": num_tokens, "n": NUM_CHOICES, "seed": number}
+    before = served.cpu_s()
+    with served.open("/v1/completions", {**body, "ignore_eos": True, **more}, Accept=accept) as reply:
+        num_bytes = len(reply.read())
+    time.sleep(0.05)  # the server may still count the time of its last writes
+    return num_bytes, served.cpu_s() - before
+
+
+def compare_formats(servers: Mapping[str, tuple[Served, str]], num_tokens: int, rounds: int) -> list[Figure]:
+    """The cost of rows in each format, beside the same generation without rows."""
+    figures = []
+    for kind, stream in (("whole replies", False), ("streams", True)):
+        num_bytes: dict[str, list[float]] = {name: [] for name in servers}
+        spent: dict[str, list[float]] = {name: [] for name in servers}
+        for number in range(-1, rounds):  # the first is a warm-up
+            for name, (served, accept) in servers.items():
+                base = reply_costs(served, "application/json", num_tokens, number, stream=stream)
+                size, cpu_s = reply_costs(served, accept, num_tokens, number, stream=stream, logprobs=TOP)
+                if number >= 0:
+                    num_bytes[name].append(size / (num_tokens * NUM_CHOICES))
+                    spent[name].append(1e6 * (cpu_s - base[1]) / (num_tokens * NUM_CHOICES))
+        what = f"rows of {kind}, {NUM_CHOICES} choices, logprobs {TOP}"
+        against = [Target(against="ours as JSON", at_least=1.0)]
+        for name, unit, samples in (
+            ("bytes", "bytes/token", num_bytes),
+            ("processor time", "µs/token", spent),
+        ):
+            figures.append(
+                Figure(name=f"{what}: {name}", unit=unit, better="lower", samples=samples, targets=against)
+            )
+    return figures
+
+
 def main() -> None:
     """Race the servers."""
     options = parse_options(__doc__ or "")
@@ -147,8 +191,12 @@ def main() -> None:
             measure(1000 + number)  # warm-up
         ours.gaps_ms.clear()
         samples, more = alternate(contestants, options.rounds)
+        formats = {name: (ours, accept) for name, accept in FORMATS.items()}
+        if VLLM_SERVER in samples:
+            formats[VLLM_SERVER] = (theirs, "application/json")
+        of_formats = compare_formats(formats, num_tokens, options.rounds)
     notes += [*more, *arena.missing("vllm")]
-    publish(Path(__file__).stem, figures(samples, ours.gaps_ms, notes), options)
+    publish(Path(__file__).stem, [*figures(samples, ours.gaps_ms, notes), *of_formats], options)
 
 
 def figures(samples: Mapping[str, list[float]], gaps_ms: list[float], notes: list[str]) -> list[Figure]:

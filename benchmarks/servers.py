@@ -46,11 +46,22 @@ class Served:
 
     url: str
     gaps_ms: list[float] = field(default_factory=list)
+    group: int = 0  # of its processes
 
-    def open(self, path: str, body: Mapping[str, Any]) -> HTTPResponse:
+    def cpu_s(self) -> float:
+        """Processor time that the server's processes have used so far."""
+        ticks = 0
+        for status in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                fields = status.read_text().rpartition(")")[2].split()
+                if int(fields[2]) == self.group:
+                    ticks += int(fields[11]) + int(fields[12])
+        return ticks / os.sysconf("SC_CLK_TCK")
+
+    def open(self, path: str, body: Mapping[str, Any], **headers: str) -> HTTPResponse:
         """Send one JSON request."""
         request = urllib.request.Request(  # noqa: S310 - always our own address
-            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json", **headers}
         )
         reply: HTTPResponse = urllib.request.urlopen(request, timeout=600)  # noqa: S310
         return reply
@@ -93,7 +104,7 @@ def serving(program: Program) -> Iterator[Served]:
             start_new_session=True,
         )
         try:
-            served = Served(f"http://127.0.0.1:{port}")
+            served = Served(f"http://127.0.0.1:{port}", group=process.pid)
             _await_health(served, process, program.start_limit_s)
             yield served
         finally:

@@ -54,6 +54,8 @@ USED_FOR = {
     "ipykernel": "running the example notebook",
     "anyio": "the remote client",
     "httpx": "the remote client",
+    "tinker": "`integrations.tinker`",
+    "scikit-learn": "fitting confidence (`calibrate`)",
 }
 USERS_EXTRAS = (
     "torch",
@@ -70,6 +72,8 @@ USERS_EXTRAS = (
     "frames",
     "notebook",
     "remote",
+    "tinker",
+    "eval",
 )
 TESTED = ("torch", "arrow", "test")  # extras that the quick tests need
 UNCONSTRAINED = {"torch"}  # the lowest CPU builds are not on the index that pip uses

@@ -287,6 +287,37 @@ def save_tiny_gemma2(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
+def mixture_folder(tiny_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3-MoE of 2 layers with 6 experts, 2 of them per token, and the tokenizer of the tiny Llama."""
+    folder = tmp_path_factory.mktemp("tiny-mixture")
+    if copy_made("mixture", folder):
+        return folder
+    import torch
+    from transformers import AutoConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=AutoConfig.from_pretrained(tiny_model_folder).vocab_size,
+        num_hidden_layers=2,
+        head_dim=16,
+        moe_intermediate_size=32,
+        num_experts=6,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        **shape(),
+    )
+    torch.manual_seed(4)
+    model = Qwen3MoeForCausalLM(config)
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=0.2)
+    model.save_pretrained(folder)
+    for name in ("tokenizer*", "chat_template*"):
+        for file in tiny_model_folder.glob(name):
+            shutil.copy(file, folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def tiny_llm(tiny_model_folder: Path) -> Iterator[LLM]:
     """The tiny Llama in an `LLM`."""
     from logprobe import LLM

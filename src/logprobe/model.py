@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
+    from logprobe.analysis.confidence import FittedConfidence
     from logprobe.analysis.labels import Asked, Classification, Correction, Judgement, Labels, Plan
+    from logprobe.analysis.lens import LogitLens
     from logprobe.analysis.members import FieldDistribution
     from logprobe.analysis.pairs import MinimalPairs
     from logprobe.analysis.score import Score
@@ -377,6 +379,7 @@ class Model:
         *,
         correction: Correction = "none",
         content_free: Asked | None = None,
+        confidence: FittedConfidence | None = None,
         progress: bool = False,
     ) -> list[Classification]:
         """Return the probability of each label as the complete answer, with one classification per prompt.
@@ -394,6 +397,8 @@ class Model:
                 mean per token (Brown et al. 2020), and "calibrated" their ratio to the probabilities after a
                 content-free prompt (Zhao et al. 2021).
             content_free: the content-free prompt, in the same format as the prompts; the default is `N/A`.
+            confidence: a fit by `logprobe.analysis.calibrate` to results of the same model, prompt, labels
+                and correction; results then have `confidence`, its probabilities and set of labels.
             progress: show a progress bar on stderr.
 
         Raises:
@@ -411,6 +416,7 @@ class Model:
                 labels,
                 correction=correction,
                 content_free=content_free,
+                confidence=confidence,
             ),
             progress=progress,
         )
@@ -476,6 +482,44 @@ class Model:
         from logprobe.analysis.labels import judge_plan
 
         return await self._run_plan(partial(judge_plan, self.text, prompts, scale), progress=progress)
+
+    @coroutine_method
+    async def logit_lens(
+        self,
+        text: Prompt,
+        layers: Sequence[int] | None = None,
+        *,
+        logprobs: int = 5,
+        add_special_tokens: bool = True,
+    ) -> LogitLens:
+        """Return what each layer of the model would predict after each token of a text (logit lens).
+
+        A layer's prediction is the model's output head applied to the model's final norm of the layer's
+        hidden state. For the last layer, this is the model's own prediction.
+
+        Args:
+            text: a text or token ids; see `generate` for the forms of a prompt.
+            layers: numbers as in `SamplingParams.return_hidden_states`: 0 is the embedding, n the output of
+                layer n, and negative numbers count from the end. None: all.
+            logprobs: number of most likely tokens per layer and position; -1 means the whole vocabulary.
+            add_special_tokens: see `generate`.
+
+        Raises:
+            ParameterError: there is no such layer, the text is too long, or the engine does not report
+                hidden states.
+            BatchError: the request failed, for example because the model has no separate final norm.
+        """
+        from logprobe.analysis.lens import LogitLens
+        from logprobe.engine.plan.capture import layers_of
+        from logprobe.transport.messages import Lens
+
+        shape = self.engine.capabilities().shape
+        require(shape is not None, "layers", "of this engine cannot be read; use the native engine")
+        assert shape is not None
+        asked = layers_of(range(shape.num_layers + 1) if layers is None else [*layers], shape, "layers")
+        lens = Lens(asked, logprobs)
+        output = await self._client.lens(text, lens, add_special_tokens=add_special_tokens)
+        return LogitLens.of(output, asked, self.text.vocabulary)
 
     async def _run_plan(self, lay_out: Callable[[], Plan[T]], *, progress: bool) -> T:
         """Lay out prompts on a worker thread, because tokenizing many texts is slow, and score them."""
@@ -725,3 +769,7 @@ class BlockingScorer:
     def score(self, pairs: Sequence[tuple[Any, Any] | Split], **options: Any) -> list[Score]:
         """Score continuations with the options of `LLM.score`."""
         return self._waiter.wait(Model.score(self._model, pairs, **options))
+
+    def generate(self, prompts: Sequence[list[int]], sampling_params: SamplingParams) -> list[RequestOutput]:
+        """Generate completions as `LLM.generate` does."""
+        return self._waiter.wait(Model.generate(self._model, prompts, sampling_params))

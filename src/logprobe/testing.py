@@ -23,7 +23,7 @@ from logprobe.engine.backends.start import LoadedModel
 from logprobe.engine.backends.thread import EngineThread
 from logprobe.engine.engine import Engine
 from logprobe.engine.front import Front
-from logprobe.engine.protocol import Capabilities
+from logprobe.engine.protocol import Capabilities, ModelShape
 from logprobe.errors import ParameterError, require
 from logprobe.models.fast_tokenizer import FastTokenizer
 from logprobe.text.edge import TextEdge
@@ -78,6 +78,7 @@ class FakeForward:
         self.dtype = np.dtype(np.float32)
         self.rope_boundary: int | None = None
         self.layout: Layout | None = None
+        self.shape = ModelShape(hidden_size=1, num_layers=1, why_no_layers="a fake model has no layers")
         self._seed = seed
         self._token_ids: IntArray = np.zeros(num_slots, np.int32)
         self._states = np.zeros((num_slots, 1), np.float32)
@@ -115,6 +116,10 @@ class FakeForward:
     def with_weights(self, config: EngineConfig, state: State) -> ForwardBackend:  # noqa: ARG002 - as above
         """Raise `ParameterError`: not supported."""
         raise ParameterError("weights", "cannot be replaced in a fake model; create one with another seed")
+
+    def normed(self, hidden: Array) -> Array:
+        """Return the states as they are, because a fake model has no norm."""
+        return hidden
 
     def close(self) -> None:
         """Do nothing."""
@@ -170,6 +175,7 @@ def fake_model(
         prompt_logprobs_with_prefix_cache=True,
         stages=("raw_logprobs", "processed_logprobs"),
         speculate=config.scheduler_config.speculate,
+        shape=forward.shape,
     )
     core = EngineThread(engine, capabilities, overlap=config.scheduler_config.async_scheduling)
     front = Front(core, text.vocabulary)

@@ -13,6 +13,12 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.real_model
-def test_the_examples_run(smollm2_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_examples_run(
+    smollm2_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
     run_examples("confidence.md", examples_of("confidence.md"), model=smollm2_folder)
     assert capsys.readouterr().out

@@ -21,6 +21,7 @@ HERE = [
     "constrain.md",
     "distil.md",
     "errors.md",
+    "hidden-states.md",
     "rl.md",
     "scoring.md",
     "speculate.md",

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from logprobe import LLM
+from logprobe.analysis import Classification, FittedConfidence, calibrate
+from logprobe.errors import ParameterError
+from logprobe.server import ServerSettings
 from logprobe.server.routes.labels import ranked
+from logprobe.server.settings import read_confidences
+from refusals import raises
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -215,3 +221,57 @@ def test_half_a_surrogate_pair_is_refused_by_its_field(exact: Any) -> None:
         reply = exact.post_bytes(path, data)
         assert reply.status_code == 400, reply.text
         assert reply.json()["error"]["param"] in {field, None}, path
+
+
+FITTED = (" good", " bad")
+
+
+@pytest.fixture(scope="module")
+def fitted_server(new_server: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    path = tmp_path_factory.mktemp("fits") / "fit.json"
+    fit = calibrate(
+        [Classification(FITTED, np.log([p, 1 - p]), np.log([p, 1 - p])) for p in np.linspace(0.1, 0.9, 60)],
+        [FITTED[number % 3 == 0] for number in range(60)],
+        coverage=0.8,
+    )
+    fit.save(path)
+    with new_server(confidence=(f"moods={path}",)) as running:
+        yield running
+
+
+def test_a_fit_is_applied_by_its_name(fitted_server: Any) -> None:
+    asked = {"input": ["the cat is", "the dog"], "labels": [*FITTED]}
+    reply = fitted_server.post("/v1/label", **asked, confidence="moods").json()["data"]
+    bare = fitted_server.post("/v1/label", **asked).json()["data"]
+    (setting,) = fitted_server.service.settings.confidence
+    fit = FittedConfidence.load(setting.partition("=")[2])
+    near = fitted_server.llm.classify(asked["input"], asked["labels"], confidence=fit)
+    for one, plain, own in zip(reply, bare, near, strict=True):
+        found = one.pop("confidence")
+        assert one == plain
+        scaled = np.exp(np.array(one["logprobs"]) / fit.temperature)
+        assert found["probs"] == pytest.approx((scaled / scaled.sum()).tolist(), abs=1e-6)
+        assert found["probs"] == pytest.approx(own.confidence.shares.tolist(), abs=1e-6)
+        assert found["label"] == FITTED[int(np.argmax(found["probs"]))]
+        assert found["probability"] == max(found["probs"])
+        wanted = [name for name, share in zip(FITTED, found["probs"], strict=True) if share >= fit.threshold]
+        assert found["label_set"] == wanted
+
+
+@pytest.mark.parametrize("change", [{"confidence": "others"}, {"labels": [" good", " poor"]}])
+def test_a_fit_that_does_not_fit_is_refused(fitted_server: Any, change: Any) -> None:
+    asked = {"input": "the cat is", "labels": [*FITTED], "confidence": "moods"} | change
+    reply = fitted_server.post("/v1/label", **asked)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == "confidence"
+
+
+@pytest.mark.parametrize("content", [None, "{}", '{"version": 9}'])
+def test_a_file_that_is_no_fit_ends_the_start(content: str | None, tmp_path: Path) -> None:
+    path = tmp_path / "fit.json"
+    if content is not None:
+        path.write_text(content)
+    with raises(ParameterError, parameter="confidence"):
+        read_confidences(ServerSettings(confidence=(f"moods={path}",)))
+    with raises(ParameterError, parameter="confidence"):
+        ServerSettings(confidence=("moods",))

@@ -443,7 +443,7 @@ def test_health_models_and_metrics(server: Any) -> None:
 
 
 def test_without_pyarrow_arrow_over_http_is_refused(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("logprobe.server.routes.loglikelihood.find_spec", lambda _: None)
+    monkeypatch.setattr("logprobe.server.http.replies.find_spec", lambda _: None)
     reply = httpx.post(
         f"{server.url}/v1/loglikelihood",
         json={"model": "tiny", "context": "a", "continuations": ["b"]},

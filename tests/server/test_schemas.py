@@ -186,6 +186,7 @@ NEEDED: dict[str, dict[str, Any]] = {
         "template": ["", "{query}{document}", ":"],
     },
     "/v1/next_token_logprobs": {"prompts": ["a"]},
+    "/v1/hidden_states": {"prompts": ["a"]},
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [5]},
 }

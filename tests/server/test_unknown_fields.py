@@ -29,6 +29,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "/v1/score": {"query": "a", "items": ["b"], "label_token_ids": [5, 6]},
     "/v1/rerank": {"query": "a", "documents": ["b"], "template": ["", "{query}{document}", ":"]},
     "/v1/next_token_logprobs": {"prompts": ["a"]},
+    "/v1/hidden_states": {"prompts": ["a"]},
     "/tokenize": {"prompt": "a"},
 }
 WARNING = re.compile(r'299 - "unknown fields were ignored: [\w.?, -]+"', re.ASCII)

@@ -17,6 +17,7 @@ from logprobe.server import reply, rows
 from logprobe.server.app import OPERATORS
 from logprobe.server.http import decode
 from logprobe.server.http.errors import ApiError
+from logprobe.server.http.replies import ARROW_TYPE
 from logprobe.server.http.workers import (
     MAX_JOBS,
     NUM_THREADS,
@@ -55,6 +56,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "/v1/uncertainty": {"input": "the cat", "n": 1, "max_tokens": 2, "k": 1},
     **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), RANKED),
     "/v1/next_token_logprobs": {"prompts": ["the cat"]},
+    "/v1/hidden_states": {"prompts": ["the cat"]},
     "/tokenize": {"prompt": "the cat"},
     "/v1/tokenize": {"messages": MESSAGES},
     "/detokenize": {"tokens": [5]},
@@ -301,8 +303,8 @@ def test_answers_of_many_documents_are_written_in_a_worker(
 def test_a_score_as_arrow_is_written_in_a_worker_however_small(
     server: Any, threads: dict[str, set[str]]
 ) -> None:
-    headers = {"accept": loglikelihood.ARROW_TYPE}
+    headers = {"accept": ARROW_TYPE}
     asked = SMALL["/v1/loglikelihood"]
     reply = httpx.post(f"{server.url}/v1/loglikelihood", json=asked, headers=headers, timeout=PATIENCE_S)
-    assert reply.headers["content-type"] == loglikelihood.ARROW_TYPE
+    assert reply.headers["content-type"] == ARROW_TYPE
     assert threads["write"] == {WRITER}

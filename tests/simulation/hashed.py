@@ -103,7 +103,7 @@ class HashedForward:
         """Store the tokens' cells, then the hash of each token's context."""
         self.before_run("run")
         assert not self.is_closed, "a step after the model was released"
-        assert len(np.unique(batch.slots)) == len(batch.slots), "two tokens of a step in one slot"
+        assert len(set(batch.slots.tolist())) == len(batch.slots), "two tokens of a step in one slot"
         keys = np.zeros(len(batch.token_ids), np.uint64)
         for index, lora in enumerate(batch.loras):
             assert lora is None or lora.number in self._ready, "LoRA weights without `make_room`"

@@ -34,6 +34,7 @@ from logprobe.engine.backends.thread import EngineThread
 from logprobe.engine.engine import Engine
 from logprobe.engine.front import Front
 from logprobe.engine.plan.drafts import MAX_DRAFTS
+from logprobe.kernels import threads as kernel_threads
 from logprobe.sampling import SamplingParams
 from logprobe.transport.messages import Abort, Delta, Failure, LoadLora, Request, Submit, TakeWeights
 from simulation.clockwork import Clockwork, Loop, SimThread
@@ -330,6 +331,7 @@ class World:
                 for target in (thread_module, process_module):
                     stack.enter_context(mock.patch.object(target, "atexit"))
                 stack.enter_context(mock.patch.object(engine_module, "give_back_later_memory"))
+                stack.enter_context(mock.patch.object(kernel_threads, "_number", 1))  # rows are short
                 stack.enter_context(mock.patch.object(start_module, "build_native_engine", self._build))
                 stack.enter_context(mock.patch.object(child_module, "_check_model"))
                 self._launcher = SimLauncher(self)

@@ -27,6 +27,7 @@ from logprobe.analysis import (
     Classification,
     FieldDistribution,
     Judgement,
+    LogitLens,
     LowConfidence,
     MaskedLM,
     Members,
@@ -250,6 +251,15 @@ async def ask_for_fields(llm: LLM, lm: AsyncLLM) -> list[float]:
     assert_type(fields, list[FieldDistribution])
     assert_type(fields[0].members, Members | None)
     return [field.members.rest for field in fields if field.members is not None]
+
+
+async def ask_for_activations(llm: LLM, lm: AsyncLLM) -> list[tuple[str, float]]:
+    params = SamplingParams(return_hidden_states=[0, -1], return_routed_experts=True)
+    (output,) = llm.generate("a text", params)
+    SamplingParams(routed_experts=output.replayed_experts())
+    assert_type(llm.logit_lens("a text"), LogitLens)
+    lens = await lm.logit_lens("a text", [0], logprobs=2)
+    return lens.top(0, -1)
 
 
 async def ask_for_labels(llm: LLM, lm: AsyncLLM) -> list[float]:

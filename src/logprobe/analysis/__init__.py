@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from logprobe._lazy import lazy_names
 
 if TYPE_CHECKING:
+    from logprobe.analysis.activation_files import activations_to_arrow as activations_to_arrow
+    from logprobe.analysis.activation_files import save_activations as save_activations
     from logprobe.analysis.auditing.conformance import ConformanceReport as ConformanceReport
     from logprobe.analysis.auditing.conformance import check_conformance as check_conformance
     from logprobe.analysis.auditing.endpoint import Endpoint as Endpoint
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
     from logprobe.analysis.comparison import compare as compare
     from logprobe.analysis.comparison import compare_stored as compare_stored
     from logprobe.analysis.comparison import compare_with_stored as compare_with_stored
+    from logprobe.analysis.confidence import Confidence as Confidence
+    from logprobe.analysis.confidence import FittedConfidence as FittedConfidence
+    from logprobe.analysis.confidence import calibrate as calibrate
     from logprobe.analysis.datasets.run import Summary as Summary
     from logprobe.analysis.datasets.run import score_dataset as score_dataset
     from logprobe.analysis.datasets.settings import DataSettings as DataSettings
@@ -29,6 +34,7 @@ if TYPE_CHECKING:
     from logprobe.analysis.distillation.settings import DistilSettings as DistilSettings
     from logprobe.analysis.labels import Classification as Classification
     from logprobe.analysis.labels import Judgement as Judgement
+    from logprobe.analysis.lens import LogitLens as LogitLens
     from logprobe.analysis.masked import MaskedLM as MaskedLM
     from logprobe.analysis.masked import MaskedScore as MaskedScore
     from logprobe.analysis.masked import MaskedWord as MaskedWord
@@ -57,6 +63,7 @@ _HOMES = {
     "Baseline": ".baseline.models",
     "Classification": ".labels",
     "Comparison": ".comparison",
+    "Confidence": ".confidence",
     "ConformanceReport": ".auditing.conformance",
     "DataSettings": ".datasets.settings",
     "DistilSettings": ".distillation.settings",
@@ -64,7 +71,9 @@ _HOMES = {
     "Endpoint": ".auditing.endpoint",
     "Field": "logprobe.records.fields",
     "FieldDistribution": ".members",
+    "FittedConfidence": ".confidence",
     "Judgement": ".labels",
+    "LogitLens": ".lens",
     "LowConfidence": ".uncertainty",
     "MaskedLM": ".masked",
     "MaskedScore": ".masked",
@@ -80,8 +89,10 @@ _HOMES = {
     "Summary": ".datasets.run",
     "Uncertainty": ".uncertainty",
     "Unit": ".texts",
+    "activations_to_arrow": ".activation_files",
     "audit": ".auditing.run",
     "binoculars": ".detection",
+    "calibrate": ".confidence",
     "check_conformance": ".auditing.conformance",
     "compare": ".comparison",
     "compare_rollouts": ".rollouts",
@@ -91,6 +102,7 @@ _HOMES = {
     "distil": ".distillation.run",
     "fields_of": "logprobe.records.fields",
     "read_rollouts": ".rollout_files",
+    "save_activations": ".activation_files",
     "save_baseline": ".baseline.models",
     "score_dataset": ".datasets.run",
     "write_rollouts": ".rollout_files",

@@ -10,7 +10,7 @@ distributions.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise, zip_longest
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -23,6 +23,7 @@ from logprobe.analysis.statistics import Figure, Spread, effective_share, figure
 from logprobe.analysis.texts import surprisal
 from logprobe.errors import InputError, ParameterError, require
 from logprobe.records.forms.finite import finite_fields
+from logprobe.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -104,6 +105,17 @@ class Comparison:
     # acceptance rate. None if both models ran.
     kl_error_by_position: NDArray[np.float64] | None = field(default=None, repr=False)
     acceptance_error_by_position: NDArray[np.float64] | None = field(default=None, repr=False)
+    # (num_positions, layers with experts): True if the token before the position has other experts in B than
+    # in A. None unless both models are native mixtures of as many experts and layers.
+    route_changes: NDArray[np.bool_] | None = field(default=None, repr=False)
+
+    @property
+    def changed_routes(self) -> float | None:
+        """Share of positions whose prediction uses other experts in B than in A, in any layer.
+
+        The position's own token does not count, but the token before it, from which it is predicted.
+        """
+        return None if self.route_changes is None else float(self.route_changes.any(axis=1).mean())
 
     @property
     def delta(self) -> Spread:
@@ -207,6 +219,7 @@ class Comparison:
             "kl_error": self.kl_error,
             "missing_mass": self.missing_mass,
             "agreement": self.agreement,
+            "changed_routes": self.changed_routes,
             "delta": self.delta.to_dict(),
             "bias": self.bias,
             "ratio": None if ratios is None else Spread.of(ratios).to_dict(),
@@ -281,9 +294,36 @@ def compare(a: Scorer, b: Scorer, texts: Iterable[str], *, bos: bool | None = No
         BatchError: a request failed.
     """
     if same_vocabulary(a, b):
-        return of_tokens([part for one in sequences(a, texts, bos) for part in _token_parts(a, b, one)])
+        has_routes = _have_alike_routes(a, b)
+        parts: list[TokenPart] = []
+        changes = []
+        for one in sequences(a, texts, bos):
+            parts += _token_parts(a, b, one)
+            if has_routes:
+                changes.append(_route_changes(a, b, one.token_ids[:-1]))
+        found = of_tokens(parts)
+        return replace(found, route_changes=np.concatenate(changes)) if changes else found
     texts = list(texts)
     return _of_words([*zip(surprisal(a, texts, bos=bos), surprisal(b, texts, bos=bos), strict=True)])
+
+
+def _have_alike_routes(a: Scorer, b: Scorer) -> bool:
+    """Return True if both models report expert routes, of as many experts in as many layers."""
+    shapes = [model.engine.capabilities().shape for model in (a, b)]
+    sizes = [None if one is None else (one.num_experts, one.num_expert_layers) for one in shapes]
+    return sizes[0] == sizes[1] and all(one is not None and one.why_no_routes is None for one in shapes)
+
+
+def _route_changes(a: Scorer, b: Scorer, token_ids: IntArray) -> NDArray[np.bool_]:
+    """Return whether the models use different experts for each token, (num_tokens, layers)."""
+    params = SamplingParams(max_tokens=0, return_routed_experts=True)
+    routes = []
+    for model in (a, b):
+        [output] = model.generate([token_ids.tolist()], params)
+        assert output.prompt_routed_experts is not None, "the model reports routes"
+        routes.append(np.sort(output.prompt_routed_experts, axis=-1))
+    differs: NDArray[np.bool_] = (routes[0] != routes[1]).any(axis=-1)
+    return differs
 
 
 def same_vocabulary(a: Scorer, b: Scorer) -> bool:

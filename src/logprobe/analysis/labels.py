@@ -28,6 +28,7 @@ from logprobe.text.prompts import is_prompt_dict, plain_prompt
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from logprobe.analysis.confidence import Confidence, FittedConfidence
     from logprobe.analysis.score import Score
     from logprobe.records.values import IntArray
     from logprobe.text.boundary import Boundary, Pair
@@ -68,6 +69,7 @@ class Classification:
     logprobs: Floats  # (L,) nats, log P(any of the label's texts | prompt), without correction
     corrected: Floats  # (L,) nats, `logprobs` after the correction, if any
     boundary: Boundary = "token"  # "bytes" if a token spans the end of the prompt and the start of a label
+    confidence: Confidence | None = None  # fitted probabilities, if a fit was given
 
     @property
     def probabilities(self) -> dict[str, float]:
@@ -145,6 +147,7 @@ def classify_plan(
     *,
     correction: Correction = "none",
     content_free: Asked | None = None,
+    confidence: FittedConfidence | None = None,
     read: ReadMessages | None = None,
 ) -> Plan[list[Classification]]:
     """Plan `LLM.classify`: pair each prompt, and then the content-free prompt, with each text of each label.
@@ -155,6 +158,8 @@ def classify_plan(
     require(correction in CORRECTIONS, "correction", known)
     named = texts_of(labels)
     texts = [text for texts in named.values() for text in texts]
+    if confidence is not None:
+        confidence.check_labels(tuple(named))
     is_calibrated = correction == "calibrated"
     remedy = "requires correction='calibrated'; set that, or leave it out"
     require(is_calibrated or content_free is None, "content_free", remedy)
@@ -164,10 +169,13 @@ def classify_plan(
     def sum_up(scores: Sequence[Score]) -> list[Classification]:
         each = _in_parts(scores, laid_out)
         base = _sums(each.pop(), named) if is_calibrated else None
-        return [
+        found = [
             _classified(of_prompt, named, correction, base, _boundary(pairs))
             for pairs, of_prompt in zip(laid_out[: len(each)], each, strict=True)
         ]
+        return (
+            found if confidence is None else [replace(one, confidence=confidence.apply(one)) for one in found]
+        )
 
     return Plan([pair for pairs in laid_out for pair in pairs], sum_up)
 

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
     from logprobe.analysis.score import Score
     from logprobe.engine.front import Front
+    from logprobe.engine.request import RequestOutput
     from logprobe.records.values import IntArray
+    from logprobe.sampling import SamplingParams
     from logprobe.text.boundary import Split
     from logprobe.text.edge import TextEdge
 
@@ -51,6 +53,10 @@ class Scorer(Protocol):
         logprobs: int = 0,
     ) -> list[Score]:
         """Score continuations; see `LLM.score`."""
+        ...
+
+    def generate(self, prompts: Sequence[list[int]], sampling_params: SamplingParams) -> list[RequestOutput]:
+        """Generate completions; see `LLM.generate`."""
         ...
 
 

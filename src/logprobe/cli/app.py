@@ -35,6 +35,7 @@ COMMANDS: Final = {
     "rerank": "logprobe.cli.labels:rerank",
     "generate": "logprobe.cli.generate:generate",
     "uncertainty": "logprobe.cli.uncertainty:uncertainty",
+    "lens": "logprobe.cli.lens:lens",
     "compare": "logprobe.cli.compare:compare",
     "distil": "logprobe.cli.distil:distil",
     "audit": "logprobe.cli.audit:audit",

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from logprobe.text.chat import Conversation, Conversations, Layout
     from logprobe.text.edge import TextEdge
     from logprobe.text.prompts import Prompt
-    from logprobe.transport.messages import Admitted, Request
+    from logprobe.transport.messages import Admitted, Lens, Request
 
 Advance: TypeAlias = "Callable[[RequestOutput], None]"
 """Progress callback, called with a request's output each time the output has grown."""
@@ -137,6 +137,16 @@ class Client:
         for prompt, output in zip(prompts, outputs, strict=True):
             output.prompt = prompt
         return outputs
+
+    async def lens(self, prompt: Prompt, lens: Lens, *, add_special_tokens: bool = True) -> RequestOutput:
+        """Compute the predictions of a model's layers after each token of a prompt (`LLM.logit_lens`)."""
+        prompts = as_prompts(prompt)
+        require(len(prompts) == 1, "text", "must be one text, list of token ids or dict", got=prompt)
+        self.allowed_params(SamplingParams(max_tokens=0, prompt_logprobs=lens.k))
+        ids = self._as_ids(plain_prompt(prompts[0]), add_special_tokens=add_special_tokens)
+        params = self.allowed_params(SamplingParams(max_tokens=0))
+        [output] = checked(await self.run([self.requests.admit(ids, params, lens=lens)]), "raise")
+        return output
 
     async def stream(
         self,

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from logprobe import runtime
+from logprobe.engine.activations import StepActivations
 from logprobe.engine.durations import Durations
 from logprobe.engine.forward.process_memory import give_back_later_memory
+from logprobe.engine.plan.capture import SampleCapture, check_capture
 from logprobe.engine.plan.sample import Sample, new_generator
 from logprobe.engine.plan.scheduler import Scheduler
 from logprobe.engine.prompt_rows import PromptScorer
@@ -158,6 +160,8 @@ class Engine:
             ParameterError: the request can never be served.
         """
         check_request(request, max_len=self.max_len, vocab_size=self.forward.vocab_size)
+        if request.params.captures or request.lens is not None:
+            check_capture(request, self.forward.shape, max_len=self.max_len)
         return Admitted(request, self.sampling.admit(request.params))
 
     def load(self, command: LoadLora | LoadWeights) -> Layout | None:
@@ -238,6 +242,10 @@ class Engine:
         try:
             plan.sample_rows = self.sampling.prepare(plan.sample_rows)
             batch = plan.batch()
+            activations = None
+            if plan.captured:
+                activations = StepActivations(self.forward, plan, batch)
+                batch = activations.batch
             with self.clock.part("forward"):
                 self.forward.run(batch)
             scored: list[HostRows] = []
@@ -248,6 +256,8 @@ class Engine:
                 drawn = self._draw(plan.sample_rows, batch.draw_slots)
             with self.clock.part("record"):
                 step = self.recorder.record(zip(plan.prompt_rows, scored, strict=True), drawn)
+                if activations is not None:
+                    activations.collect(plan, step, self.recorder)
                 step.send(self.send)
         except BaseException as error:  # noqa: BLE001 - any error ends these requests, not the engine
             step = self._fail(plan, error)
@@ -357,6 +367,10 @@ class Engine:
             for index in range(request.params.num_samples)
         ]
         for sample in samples:
+            if request.params.captures or request.lens is not None:
+                sample.capture_as(
+                    SampleCapture.of(request, sample.index, self.forward.shape), self.forward.shape
+                )
             self.recorder.open(sample)
             if admitted.processor_args:
                 self.sampling.open(sample, number, admitted.processor_args)

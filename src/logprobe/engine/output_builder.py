@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 
 from logprobe.engine.plan.sample import GENERATOR
 from logprobe.engine.request import RequestOutput, end_with_error, keep_best
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from logprobe.records import LogprobsInfo, TokenTable
     from logprobe.records.info import Stage
     from logprobe.records.rows import HostRows
+    from logprobe.records.store.columns import Array
     from logprobe.sampling import SamplingParams
     from logprobe.transport.messages import Delta, Event, Finish, Request
 
@@ -43,7 +45,7 @@ class Describer:
         self._sources = {0: source}  # by load number of the weights
         self.weights_number = 0  # of the load in use
         self._vocab_size = vocab_size
-        self._table = table
+        self.table = table
 
     def expect(self, number: int, source: LogprobsInfo, oldest: int) -> None:
         """Register `source` for the weights of load `number`; drop entries of loads before `oldest`."""
@@ -58,7 +60,7 @@ class Describer:
         params, output = request.params, RequestOutput.for_request(request)
         if params.prompt_logprobs is not None:
             first = [None] if request.first_scored == 1 else []
-            output.prompt_logprobs = FlatLogprobs(first, table=self._table)
+            output.prompt_logprobs = FlatLogprobs(first, table=self.table)
         for completion in output.outputs:
             self._open_completion(completion, params)
         self.describe(output, request, self.weights_number, lora_version)
@@ -69,10 +71,10 @@ class Describer:
             completion.explanations = []
         if params.logprobs is None:
             return
-        completion.logprobs = FlatLogprobs(table=self._table)
+        completion.logprobs = FlatLogprobs(table=self.table)
         completion.cumulative_logprob = 0.0
         if params.logprobs_mode == "both":
-            completion.processed_logprobs = FlatLogprobs(table=self._table)
+            completion.processed_logprobs = FlatLogprobs(table=self.table)
 
     def describe(
         self, output: RequestOutput, request: Request, number: int, lora_version: str | None
@@ -124,14 +126,18 @@ class Describer:
         """Return the info of the whole output.
 
         This is the info of its completions if they have log-probabilities, otherwise the info of its prompt;
-        None if no log-probabilities were requested.
+        None if neither log-probabilities nor activations were requested.
         """
         params = request.params
         if request.wants_row:
             return self._of(source, -1, stages=("raw",))
+        if request.lens is not None:
+            return self._of(source, request.lens.k, stages=("raw",))
         if params.logprobs is not None:
             return self._of_completion(_with_generator(source, request), params, STAGES[params.logprobs_mode])
-        return None if params.prompt_logprobs is None else self._of_prompt(source, request)
+        if params.prompt_logprobs is not None:
+            return self._of_prompt(source, request)
+        return source if params.captures else None
 
     def _of(self, source: LogprobsInfo, asked: int | None, **fields: Any) -> LogprobsInfo:
         assert asked is not None, "only requested log-probabilities are described"
@@ -155,6 +161,9 @@ class OutputBuilder:
         self._params = request.params
         # A column that has a flag of the same name is kept if the flag is set; the others always.
         self._extras = [name for name in EXTRAS if getattr(request.params, name, True)]
+        self._activations: ActivationBuilder | None = None
+        if request.params.captures or request.lens is not None:
+            self._activations = ActivationBuilder(request, describer.table)
 
     def is_wide(self, width: int) -> bool:
         """Return True if the request asks for `width` or more alternatives per row, or for all."""
@@ -179,6 +188,8 @@ class OutputBuilder:
             completion.explanations += event.effects
         if event.row is not None:
             completion.row = event.row
+        if self._activations is not None:
+            self._activations.add(event, self.output)
         if event.finish is not None:
             completion.drafts = event.drafts
             if event.index == 0:  # the other samples find this one's prompt in the cache
@@ -218,6 +229,63 @@ class OutputBuilder:
         completion.finish_reason = finish.reason
         if self.output.is_finished:
             keep_best(self.output, self._params)
+
+
+class ActivationBuilder:
+    """Collects the activations of one request, and adds them to the output of each sample at its end."""
+
+    def __init__(self, request: Request, table: TokenTable) -> None:
+        asked = request.params.return_hidden_states
+        self._num_layers = 1 if asked is None or asked == "last" else len(asked)
+        self._prompt: list[Array] = []
+        self._hidden: dict[int, list[Array]] = {}  # by sample
+        self._prompt_routes: list[Array] = []
+        self._routes: dict[int, list[Array]] = {}  # by sample
+        self._lens = [FlatLogprobs(table=table) for _ in request.lens.layers] if request.lens else None
+
+    def add(self, delta: Delta, output: RequestOutput) -> None:
+        """Add a step's activations; set the output's arrays if the sample has ended."""
+        if delta.prompt_hidden is not None:
+            self._prompt.append(delta.prompt_hidden)
+        if delta.hidden is not None:
+            self._hidden.setdefault(delta.index, []).append(delta.hidden)
+        if delta.prompt_routes is not None:
+            self._prompt_routes.append(delta.prompt_routes)
+        if delta.routes is not None:
+            self._routes.setdefault(delta.index, []).append(delta.routes)
+        for record, rows in zip(self._lens or (), delta.lens or (), strict=False):
+            extras: dict[str, Any] = dict(rows.extras)
+            record.append_rows(rows.token_ids, rows.logprobs, rows.ranks, **extras)
+        if delta.finish is None:
+            return
+        if delta.index == 0:
+            num_prompt = len(output.prompt_token_ids)
+            output.prompt_hidden_states = self._states(self._prompt)
+            output.prompt_routed_experts = _routes(self._prompt_routes, num_prompt)
+            output.lens = self._lens
+        completion = output.outputs[delta.index]
+        completion.hidden_states = self._states(self._hidden.pop(delta.index, []))
+        completion.routed_experts = _routes(self._routes.pop(delta.index, []), len(completion.token_ids))
+
+    def _states(self, parts: list[Array]) -> Array | None:
+        """Join states, (positions, layers * size) each, to (positions, layers, size); free the parts."""
+        if not parts:
+            return None
+        whole: Array = np.concatenate(parts)
+        parts.clear()
+        return whole.reshape(len(whole), self._num_layers, -1)
+
+
+def _routes(parts: list[Array], num_positions: int) -> Array | None:
+    """Join routes, (positions * layers, experts per token) each, to (positions, layers, experts per token).
+
+    Returns None if the request has ended early, and routes of some positions are missing.
+    """
+    if not parts:
+        return None
+    whole: Array = np.concatenate(parts)
+    num_layers, rest = divmod(len(whole), num_positions)
+    return None if rest else whole.reshape(num_positions, num_layers, -1)
 
 
 def _plus_chosen(total: float | None, rows: HostRows) -> float:

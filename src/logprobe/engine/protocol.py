@@ -21,8 +21,11 @@ from logprobe.records import LogprobsInfo
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
 
+    from numpy.typing import NDArray
+
     from logprobe.config import EngineConfig
     from logprobe.errors import LogprobeError
+    from logprobe.kernels.arrays import Array
     from logprobe.models.loading import State
     from logprobe.models.lora import LoraWeights
     from logprobe.records.values import IntArray
@@ -55,6 +58,19 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """Sizes of a model's layers, and which of their activations a backend can report."""
+
+    hidden_size: int
+    num_layers: int
+    why_no_layers: str | None = None  # why hidden states of inner layers are not reported; None: they are
+    num_expert_layers: int = 0  # layers with routed experts
+    num_experts: int = 0  # per such layer
+    experts_per_token: int = 0  # per such layer
+    why_no_routes: str | None = "the model has no experts"  # None: expert routes are reported
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
     """Properties and limits of an engine; they change only when its weights are replaced."""
 
@@ -75,6 +91,7 @@ class Capabilities:
     speculate: bool = False  # draft tokens from repeated text and verify several in one step
     weight_version: str | None = None  # see `LogprobsInfo.weight_version`
     quantization: str | None = None  # of the checkpoint, such as `Q4_1`; None: not quantized
+    shape: ModelShape | None = None  # None: the engine reports no activations
 
     def of_weights(self, layout: Layout, version: str) -> Capabilities:
         """Return a copy that describes new weights, of this layout and version."""
@@ -213,6 +230,49 @@ class Core(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Capture:
+    """Activations and expert routes that a step keeps for some of its tokens.
+
+    `ForwardBackend.run` writes them. Hidden state 0 is the embedding, and hidden state n the output of layer
+    n, as in transformers; the last one, after the final norm, is kept by slot (`hidden_rows`).
+    """
+
+    tokens: IntArray  # (N,) indices in `StepBatch.token_ids`
+    rows: IntArray  # (N,) the tokens' rows in `hidden`, `routes` and `given`
+    layers: tuple[int, ...]  # ascending numbers of the hidden states to keep
+    hidden: Array  # (rows, len(layers), hidden size) float32
+    routes: Array | None = None  # (rows, expert layers, experts per token) int32: experts of each token
+    given: Array | None = None  # the same shape: experts to use; -1: those that the router chooses
+    errors: list[LogprobeError] = field(default_factory=list)  # why nothing was kept; empty: it was
+
+    def keep(self, layer: int, hidden: Array) -> None:
+        """Keep hidden state `layer` of all tokens in the step, (num_tokens, hidden size)."""
+        self.hidden[self.rows, self.layers.index(layer)] = hidden[self.tokens]
+
+    def route(self, place: int, chosen: Array) -> Array:
+        """Return the experts of all tokens in the step, (num_tokens, experts per token), and keep them.
+
+        Args:
+            place: number of the layer, counting only layers with experts.
+            chosen: the experts that the router chose, of the same shape.
+        """
+        if self.given is not None:
+            given = self.given[self.rows, place]
+            is_given = given[:, 0] >= 0
+            chosen = chosen.copy()
+            chosen[self.tokens[is_given]] = given[is_given]
+        if self.routes is not None:
+            self.routes[self.rows, place] = chosen[self.tokens]
+        return chosen
+
+    def only(self, is_kept: NDArray[np.bool_]) -> Capture:
+        """Return the part for a batch of only those tokens for which `is_kept`, (num_tokens,), is True."""
+        own = is_kept[self.tokens]
+        tokens = (np.cumsum(is_kept) - 1)[self.tokens[own]].astype(np.int32)
+        return replace(self, tokens=tokens, rows=self.rows[own])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepBatch:
     """The tokens of one step as flat arrays, grouped in spans: each span holds new tokens of one sample."""
 
@@ -224,6 +284,7 @@ class StepBatch:
     loras: Sequence[LoraWeights | None]  # num_spans; None: no LoRA
     draw_slots: IntArray  # (num_rows,) int32: slots of the tokens after which a token is sampled
     are_long: Sequence[bool]  # num_spans: True if the span uses the model's long rotary frequencies
+    capture: Capture | None = None  # None: no request of the step asks for activations
 
     def only(self, *, is_long: bool) -> StepBatch:
         """Return a batch with only the spans whose `are_long` equals `is_long`."""
@@ -243,6 +304,7 @@ class StepBatch:
             loras=[self.loras[index] for index in spans],
             draw_slots=self.draw_slots[np.isin(self.draw_slots, self.slots[tokens])],
             are_long=[is_long] * len(spans),
+            capture=None if self.capture is None else self.capture.only(tokens),
         )
 
     def span(self, index: int) -> slice:
@@ -258,6 +320,7 @@ class ForwardBackend(Protocol):
     num_slots: int
     dtype: Any  # of the logits computation; its text ends with the name
     rope_boundary: int | None  # sequence length in tokens above which the long rotary frequencies apply
+    shape: ModelShape
 
     @property
     def layout(self) -> Layout | None:
@@ -279,7 +342,7 @@ class ForwardBackend(Protocol):
         """
 
     def run(self, batch: StepBatch) -> None:
-        """Compute one step; each layer stores all keys and values before it reads any."""
+        """Compute one step, and write its `capture`; each layer stores all keys and values before reading."""
 
     def hidden_rows(self, slots: IntArray) -> Any:
         """Return the final hidden states stored in `slots`, with shape (len(slots), hidden size).
@@ -291,6 +354,15 @@ class ForwardBackend(Protocol):
         """Compute (rows, vocabulary) float32 logits from (rows, hidden size) hidden states.
 
         `lora` applies to all rows. The logits are an array on a CPU, and a tensor on a GPU.
+        """
+
+    def normed(self, hidden: Array) -> Any:
+        """Apply the model's final norm to (rows, hidden size) float32 hidden states of an inner layer.
+
+        Returns states for `head`.
+
+        Raises:
+            UnsupportedModelError: the model's final norm is unknown.
         """
 
     def close(self) -> None:

@@ -76,8 +76,8 @@ class Recorder:
         self._eos_token_ids = eos_token_ids
 
     def open(self, sample: Sample) -> None:
-        """Finish a new sample immediately if it has neither tokens to generate nor prompt rows to score."""
-        if not sample.wants_sample and sample.num_prompt_rows == 0:
+        """Finish a new sample at once if it generates nothing and reports nothing about its prompt."""
+        if not sample.wants_sample and sample.num_to_run == 0:
             sample.finish(Finish("length"))
 
     def record(self, scored: Iterable[tuple[Span, HostRows]], drawn: Iterable[Drawn]) -> StepDeltas:
@@ -87,13 +87,25 @@ class Recorder:
         """
         step = StepDeltas()
         for span, rows in scored:
-            self._add_prompt_rows(_delta_in(step, span.sample), span, rows)
+            self._add_prompt_rows(self.delta_in(step, span.sample), span, rows)
         for token in drawn:
-            self._add_row(_delta_in(step, token.row.sample), token, step)
+            self._add_row(self.delta_in(step, token.row.sample), token, step)
         for sample, delta in step.deltas.items():
             if sample.is_finished:
                 _end(delta, sample)
         return step
+
+    @staticmethod
+    def delta_in(step: StepDeltas, sample: Sample) -> Delta:
+        """Return the sample's delta in a step, which is created if there is none."""
+        if sample not in step.deltas:
+            step.deltas[sample] = _new_delta(sample)
+        return step.deltas[sample]
+
+    def finish(self, step: StepDeltas, sample: Sample, finish: Finish) -> None:
+        """End a sample after `record`; replaces an end that was recorded in the same step."""
+        sample.end = finish
+        _end(self.delta_in(step, sample), sample)
 
     def end(self, samples: Iterable[Sample]) -> list[Delta]:
         """Return deltas that only report how these samples ended."""
@@ -109,7 +121,8 @@ class Recorder:
             self._fail(sample, f"prompt position {position}")
             return
         delta.prompt = rows
-        if not sample.wants_sample and span.end == sample.num_prompt_rows:
+        is_reported = sample.capture is None or sample.capture.num_done == sample.capture.num_prompt
+        if not sample.wants_sample and span.end == sample.num_prompt_rows and is_reported:
             sample.finish(Finish("length"))
 
     def _add_row(self, delta: Delta, drawn: Drawn, step: StepDeltas) -> None:
@@ -162,12 +175,6 @@ class Recorder:
                 f"{sample.request.request_id!r}; check the weights and the dtype"
             )
         )
-
-
-def _delta_in(step: StepDeltas, sample: Sample) -> Delta:
-    if sample not in step.deltas:
-        step.deltas[sample] = _new_delta(sample)
-    return step.deltas[sample]
 
 
 def _new_delta(sample: Sample) -> Delta:

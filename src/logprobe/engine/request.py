@@ -7,6 +7,8 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+import numpy as np
+
 from logprobe import runtime
 from logprobe.errors import ParameterError, PromptTooLongError, require
 from logprobe.records.fields import Field, fields_of
@@ -18,7 +20,6 @@ from logprobe.transport.messages import Request
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import numpy as np
     from numpy.typing import NDArray
 
     from logprobe.errors import LogprobeError
@@ -53,6 +54,10 @@ class CompletionOutput:
     explanations: list[list[ProcessorEffect]] | None = None  # per token: effects of the processors
     row: NDArray[np.float32] | None = None  # (vocabulary,) nats, read-only; set if `Request.wants_row`
     drafts: Drafts | None = None  # set at the end if the engine speculates
+    # (tokens, layers, hidden size), set at the end: the states from which each token was drawn
+    hidden_states: NDArray[np.float32] | None = None
+    # (tokens, layers with experts, experts per token), set at the end: the experts of the token before each
+    routed_experts: NDArray[np.uint8] | NDArray[np.uint16] | None = None
     error: LogprobeError | None = None
 
     def fields(self, *, processed: bool = False) -> list[Field]:
@@ -100,6 +105,11 @@ class RequestOutput:
     num_cached_tokens: int | None = None
     weights_number: int = 0  # load number of the model weights that were used; 0: the initial weights
     params: SamplingParams | None = None  # None: the request was rejected before it started
+    # (prompt tokens, layers, hidden size), set once the first completion has ended
+    prompt_hidden_states: NDArray[np.float32] | None = None
+    # (prompt tokens, layers with experts, experts per token), set with the states
+    prompt_routed_experts: NDArray[np.uint8] | NDArray[np.uint16] | None = None
+    lens: list[FlatLogprobs] | None = None  # by layer of `Request.lens`: the predictions after prompt tokens
 
     @classmethod
     def for_request(cls, request: Request) -> RequestOutput:
@@ -123,6 +133,22 @@ class RequestOutput:
         completions = [output.logprobs for output in self.outputs if output.logprobs is not None]
         texts = [shaded([*prompt, record], num_marked=1) for record in completions] or [shaded(prompt)]
         return "<hr>".join(texts) if prompt or completions else None
+
+    def replayed_experts(self, index: int = 0) -> NDArray[Any]:
+        """Return the experts of all tokens that were run for a completion, from the start of the prompt.
+
+        The array, (positions, layers with experts, experts per token), is what
+        `SamplingParams.routed_experts` takes: it has one position less than the prompt and the completion
+        together, because the last token is not run.
+
+        Raises:
+            ParameterError: the request did not set `return_routed_experts`, or has not ended.
+        """
+        prompt, own = self.prompt_routed_experts, self.outputs[index].routed_experts
+        require(prompt is not None, "return_routed_experts", "was not set, or the request has not ended")
+        assert prompt is not None
+        # The first of the completion's rows belongs to the last prompt token.
+        return prompt if own is None else np.concatenate([prompt, own[1:]])
 
     @property
     def error(self) -> LogprobeError | None:

@@ -68,6 +68,12 @@ def cut_prompt(
         return [(ids, params, 1)]
     remedy = "with one list per position needs a prompt that fits; shorten it, or score windows separately"
     require(not (params.names_positions and params.prompt_logprobs is not None), "logprob_token_ids", remedy)
+    if truncation == "window":
+        remedy = "needs a prompt that fits, because windows have other activations; use truncation='left'"
+        require(params.return_hidden_states is None, "return_hidden_states", remedy)
+        require(not params.return_routed_experts, "return_routed_experts", remedy)
+    remedy = "has routes for a prompt that fits; cut both yourself"
+    require(params.routed_experts is None, "routed_experts", remedy)
     end = ids[-max(room, 1) :]
     if truncation == "left" or params.prompt_logprobs is None:
         return [(end, params, 1)]

@@ -271,8 +271,8 @@ class Served:
         from logprobe.integrations.remote.link import decoded
 
         given = {name: value for name, value in body.items() if value is not None}
-        data = await self._link.post(path, given, REPLY_BYTES + num_tokens * TOKEN_BYTES)
-        return decoded(data, kind, f"{self._link.url}{path}")
+        reply = await self._link.post(path, given, REPLY_BYTES + num_tokens * TOKEN_BYTES)
+        return decoded(reply.data, kind, f"{self._link.url}{path}")
 
 
 def _check_carried(params: SamplingParams) -> None:

@@ -22,13 +22,16 @@ if TYPE_CHECKING:
         to_arrow,
         write_parquet,
     )
+    from logprobe.records.replies import ReplyRows, read_reply
 
 # Names imported on first use, because they need pyarrow -> their module.
 _HOMES = {
     "ParquetWriter": "logprobe.records.parquet",
+    "ReplyRows": "logprobe.records.replies",
     "from_arrow": "logprobe.records.parquet",
     "iter_parquet": "logprobe.records.parquet",
     "read_parquet": "logprobe.records.parquet",
+    "read_reply": "logprobe.records.replies",
     "to_arrow": "logprobe.records.parquet",
     "write_parquet": "logprobe.records.parquet",
 }
@@ -45,11 +48,13 @@ __all__ = [
     "LogprobsOnePosition",
     "PaddedLogprobs",
     "ParquetWriter",
+    "ReplyRows",
     "TokenTable",
     "cut_to_mass",
     "from_arrow",
     "iter_parquet",
     "read_parquet",
+    "read_reply",
     "to_arrow",
     "to_padded",
     "write_parquet",

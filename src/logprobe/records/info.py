@@ -80,6 +80,6 @@ def _written_by(text: str | bytes) -> str:
     """Return the end of an error message that names the version of logprobe that wrote an info."""
     try:
         version = msgspec.json.decode(text, type=_Writer).logprobe_version
-    except msgspec.ValidationError:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return ""
     return f"; logprobe {version[:40]} wrote it: upgrade to that version" if version else ""

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from logprobe.errors import require
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -67,6 +69,56 @@ class IdLists:
     def after(self, num_positions: int) -> IdLists:
         """Return the lists preceded by `num_positions` positions without ids."""
         return IdLists(np.concatenate([np.zeros(num_positions, np.int64), self.offsets]), self.token_ids)
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class ExpertRoutes:
+    """Experts of each token in each layer of a mixture of experts."""
+
+    experts: npt.NDArray[np.uint16]  # (positions, layers * experts per token)
+    num_layers: int  # layers with experts
+
+    @classmethod
+    def of(cls, name: str, value: Any) -> ExpertRoutes:
+        """Convert an integer array (positions, layers, experts per token).
+
+        Raises:
+            ParameterError: `value` is not such an array, or an expert is negative, above 65,535, or twice in
+                a layer of a token; the error's parameter is `name`.
+        """
+        if isinstance(value, cls):
+            return value
+        try:
+            array = np.asarray(value)
+        except (TypeError, ValueError):
+            array = np.empty(0)
+        is_whole = array.ndim == 3 and np.issubdtype(array.dtype, np.integer) and array.size > 0
+        remedy = "must be an integer array (positions, layers with experts, experts per token)"
+        require(is_whole, name, f"{remedy}, got {array.dtype} {array.shape}")
+        is_expert = array.min() >= 0 and array.max() <= np.iinfo(np.uint16).max
+        require(is_expert, name, f"must have experts in [0, 65535], got {array.min()} to {array.max()}")
+        ordered = np.sort(array, axis=-1)
+        is_once = (ordered[..., 1:] != ordered[..., :-1]).all()
+        require(is_once, name, "must name each expert once per layer of a token")
+        return cls(array.reshape(len(array), -1).astype(np.uint16), array.shape[1])
+
+    def __len__(self) -> int:
+        return len(self.experts)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ExpertRoutes):
+            return NotImplemented
+        return self.num_layers == other.num_layers and np.array_equal(self.experts, other.experts)
+
+    __hash__ = None  # type: ignore[assignment]  # arrays are not hashable
+
+    def __repr__(self) -> str:
+        return f"<ExpertRoutes: {len(self)} positions, {self.num_layers} layers>"
+
+    @property
+    def array(self) -> npt.NDArray[np.uint16]:
+        """(positions, layers, experts per token)."""
+        return self.experts.reshape(len(self.experts), self.num_layers, -1)
 
 
 @dataclass(slots=True)

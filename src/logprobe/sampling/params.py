@@ -28,20 +28,27 @@ from logprobe.processors.arguments import (
     to_args,
 )
 from logprobe.records.rows import KERNEL_EXTRAS
-from logprobe.records.values import IdLists
+from logprobe.records.values import ExpertRoutes, IdLists
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    GivenRoutes: TypeAlias = ExpertRoutes | NDArray[Any]
+else:
+    GivenRoutes = ExpertRoutes  # as it is sent to other processes, whose messages cannot have both types
 
 NamedIds: TypeAlias = "Sequence[int] | NDArray[np.int64] | None"
 """Token ids to report at one position in addition to the most likely ones; None: report no others."""
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "both"]
 MODES: Final = ("raw_logprobs", "processed_logprobs", "both")
 COUNTS: Final = ("logprobs", "prompt_logprobs")
-FLAGS: Final = ("ignore_eos", "include_stop_str_in_output", *KERNEL_EXTRAS, "explain", "kept_ids")
+FLAGS: Final = (
+    *("ignore_eos", "include_stop_str_in_output", *KERNEL_EXTRAS, "explain", "kept_ids"),
+    "return_routed_experts",
+)
 REPORTING_FIELDS: Final = (
     *(*COUNTS, "logprob_token_ids", "logprobs_mode"),
-    *(*KERNEL_EXTRAS, "kept_ids", "explain"),
+    *(*KERNEL_EXTRAS, "kept_ids", "explain", "return_hidden_states", "return_routed_experts"),
 )
 """Parameters that determine what outputs report about tokens; all others determine the tokens."""
 PENALTIES: Final = ("repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -85,6 +92,10 @@ class SamplingParams:
             each with a value of the same name (extra `grammar`).
         logits_processors_args: arguments of the logits processors that the engine was started with.
         lora: name of the LoRA adapter to use (`None`: the base model).
+        routed_experts: the experts to use in each layer of a mixture of experts, instead of those that the
+            router chooses: an integer array (positions, layers with experts, experts per token) for the first
+            positions of the text, such as `RequestOutput.replayed_experts`. Weights of experts are still the
+            router's.
         logprobs: number of alternatives per generated token, in addition to the chosen token (`None`: off;
             0: the chosen token only; -1: the whole vocabulary).
         prompt_logprobs: number of alternatives per prompt token, as for `logprobs`. They are raw; with
@@ -101,6 +112,12 @@ class SamplingParams:
         margin: report the difference of the two highest logprobs of each distribution, in nats.
         kept_ids: report the token ids that masks and truncation kept, with each processed distribution.
         explain: report how each processor changed the listed candidates, at every position.
+        return_hidden_states: report hidden states of the prompt and of generated tokens. `last`: the states
+            after the final norm, from which the output head computes logits. Layer numbers: as in
+            transformers, 0 the embeddings, n the output of layer n, the number of layers the same as `last`;
+            negative ones count from the end.
+        return_routed_experts: report the experts that were used for each token of the prompt and before each
+            generated token.
     """
 
     # Sampling: the tokens of the completions.
@@ -126,6 +143,7 @@ class SamplingParams:
     response_format: Mapping[str, Any] | None = None
     logits_processors_args: Mapping[str, Any] | None = None
     lora: str | None = None
+    routed_experts: GivenRoutes | None = None
     # Reports: what outputs say about tokens.
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -136,6 +154,8 @@ class SamplingParams:
     margin: bool = False
     kept_ids: bool = False
     explain: bool = False
+    return_hidden_states: Literal["last"] | Sequence[int] | None = None
+    return_routed_experts: bool = False
 
     def __post_init__(self) -> None:
         self._normalise()
@@ -166,6 +186,10 @@ class SamplingParams:
             value = getattr(self, name)
             if type(value) not in PLAIN_TYPES:
                 normal[name] = _plain(name, value)
+        if self.return_hidden_states is not None:
+            normal["return_hidden_states"] = _layers("return_hidden_states", self.return_hidden_states)
+        if self.routed_experts is not None:
+            normal["routed_experts"] = ExpertRoutes.of("routed_experts", self.routed_experts)
         if self.logit_bias is not None:
             normal["logit_bias"] = _biases(_plain("logit_bias", self.logit_bias))
         for name in ("logit_bias", "logits_processors_args"):
@@ -242,6 +266,15 @@ class SamplingParams:
         return self.logits_processors_args is not None or field_values(self) != DEFAULT_VALUES
 
     @property
+    def captures(self) -> bool:
+        """True if outputs report activations or routes of the model's layers, or routes are given."""
+        return (
+            self.return_hidden_states is not None
+            or self.return_routed_experts
+            or self.routed_experts is not None
+        )
+
+    @property
     def names_positions(self) -> bool:
         """True if `logprob_token_ids` has one list per position."""
         return isinstance(self.logprob_token_ids, IdLists)
@@ -288,6 +321,21 @@ def _float(name: str, value: Any) -> float:
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     require(is_number and abs(value) <= LARGEST_FLOAT, name, f"must be a finite number, got {value!r}")
     return float(value)
+
+
+def _layers(name: str, value: Any) -> Literal["last"] | tuple[int, ...]:
+    """Convert `value` to `last` or to a tuple of layer numbers.
+
+    Raises:
+        ParameterError: `value` is neither, or has no number or one twice; the error's parameter is `name`.
+    """
+    if isinstance(value, str):
+        require(value == "last", name, f"must be 'last' or a list of layer numbers, got {value!r}")
+        return "last"
+    layers = tuple(_int(name, layer) for layer in _items(name, value, "layer numbers"))
+    require(layers, name, "must name at least one layer; leave it out for no hidden states")
+    require(len(set(layers)) == len(layers), name, "must name each layer once", got=value)
+    return layers
 
 
 def _items(name: str, values: Any, what: str) -> tuple[Any, ...]:

@@ -32,6 +32,7 @@ from logprobe.server.routes import docs, facts, labels, operator
 from logprobe.server.routes.chat import chat_completions
 from logprobe.server.routes.completions import completions
 from logprobe.server.routes.generative_scoring import generative_scoring, score
+from logprobe.server.routes.hidden_states import hidden_states
 from logprobe.server.routes.loglikelihood import loglikelihood
 from logprobe.server.routes.next_token import next_token_logprobs
 from logprobe.server.routes.responses import (
@@ -41,7 +42,7 @@ from logprobe.server.routes.responses import (
     list_input_items,
 )
 from logprobe.server.routes.uncertainty import uncertainty
-from logprobe.server.settings import read_response_template
+from logprobe.server.settings import read_confidences, read_response_template
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -98,6 +99,7 @@ ROUTES: Final[tuple[tuple[str, str, Handler], ...]] = (
     ("POST", "/v2/rerank", labels.rerank),
     ("POST", "/rerank", labels.rerank),
     ("POST", "/v1/next_token_logprobs", next_token_logprobs),
+    ("POST", "/v1/hidden_states", hidden_states),
     ("POST", "/tokenize", facts.tokenize),
     ("POST", "/detokenize", facts.detokenize),
     ("GET", "/tokenizer_info", facts.tokenizer_info),
@@ -218,6 +220,7 @@ def serve(
     check_certificate(settings)
     for one in (settings, *(model.settings for model in (further or {}).values())):
         read_response_template(one.response_template)
+        read_confidences(one)
     with ExitStack() as stack:
         listeners = [stack.enter_context(_listen(settings.host, settings.port, "port"))]
         host, port = listeners[0].getsockname()[:2]

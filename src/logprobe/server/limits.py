@@ -30,6 +30,7 @@ from logprobe.server.openai.bodies import GUIDED, AnswersBody, LoglikelihoodBody
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from logprobe.engine.protocol import ModelShape
     from logprobe.sampling import SamplingParams
     from logprobe.server.settings import ServerSettings
     from logprobe.transport.messages import Request
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 # Memory of one log-probability entry (token id and logprob), in the engine's record and in the reply.
 RECORD_BYTES: Final = 8
 ENTRY_BYTES: Final = RECORD_BYTES + 250  # record, Python objects and JSON of one alternative
+ROUTE_BYTES: Final = 4 + 2 + 2 + 3  # per expert: in a step, in the output, and in the reply, also as base64
 WHOLE_ROW_BYTES: Final = 2 * 4  # per entry of a whole row: one copy in the engine, one in the reply
 
 CHARS_A_VALUE: Final = 16  # characters of text that count as one value
@@ -271,6 +273,17 @@ class Cost:
     def of_rows(cls, num_rows: int, at_once: int, vocab_size: int) -> Cost:
         """Return the cost of `num_rows` next-token rows, at most `at_once` of which run concurrently."""
         return cls(requests=at_once, tokens=num_rows, logprob_bytes=at_once * vocab_size * WHOLE_ROW_BYTES)
+
+    @classmethod
+    def of_routes(cls, requests: Sequence[Request], shape: ModelShape | None) -> Cost:
+        """Return the additional cost of requests that report expert routes of a model with this shape."""
+        num_routes = 0 if shape is None else shape.num_expert_layers * shape.experts_per_token
+        num_tokens = sum(
+            request.params.num_samples * (len(request.prompt_token_ids) + request.params.max_tokens)
+            for request in requests
+            if request.params.return_routed_experts
+        )
+        return cls(requests=0, tokens=0, logprob_bytes=num_tokens * num_routes * ROUTE_BYTES)
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(

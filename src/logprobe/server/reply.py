@@ -16,7 +16,15 @@ import msgspec
 from starlette.responses import Response
 
 from logprobe.server.http.errors import as_api_error
-from logprobe.server.http.replies import DONE, EVENT_HEADERS, JSON_TYPE, StreamedReply, event, while_connected
+from logprobe.server.http.replies import (
+    DONE,
+    EVENT_HEADERS,
+    JSON_TYPE,
+    StreamedReply,
+    event,
+    media_type_of,
+    while_connected,
+)
 from logprobe.server.limits import row_entries
 from logprobe.server.members import field_members
 from logprobe.text.pieces import Cutter, TextWalk
@@ -31,7 +39,7 @@ if TYPE_CHECKING:
     from logprobe.sampling import SamplingParams
     from logprobe.server.http.errors import ApiError
     from logprobe.server.members import FoundFields
-    from logprobe.server.openai.bodies import ChatBody, CompletionBody
+    from logprobe.server.openai.bodies import ChatBody, CompletionBody, FieldLogprobs
     from logprobe.server.service import Service
 
 T = TypeVar("T")
@@ -50,7 +58,7 @@ class Generation:
         prompts: Sequence[tuple[IntArray, SamplingParams]],
         echoes: Sequence[bytes] = (),
         *,
-        wants_members: bool = False,
+        field_logprobs: FieldLogprobs | None = None,
         shows_special: bool = False,
     ) -> None:
         """Validate and admit all prompts, without starting them.
@@ -60,7 +68,7 @@ class Generation:
             reply_id: id of the reply.
             prompts: token ids and parameters; `n`, stop conditions and reports are the same for all prompts.
             echoes: the prompts' texts, if each choice begins with its prompt.
-            wants_members: also score the alternative values for the JSON fields in each choice.
+            field_logprobs: report the JSON fields in each choice; "members": score their alternative values.
             shows_special: texts contain special tokens, but not the one that ended the text.
 
         Raises:
@@ -83,7 +91,9 @@ class Generation:
         stages = 2 if self.params.logprobs_mode == "both" else 1
         self._row_entries = stages * (row_entries(self.params, self.params.logprobs, vocab_size) or 1)
         num_choices = len(prompts) * self.params.n
-        self._members = field_members(service, self.params, num_choices) if wants_members else None
+        self.field_logprobs = field_logprobs
+        has_members = field_logprobs == "members"
+        self._members = field_members(service, self.params, num_choices) if has_members else None
         self.found: dict[int, FoundFields | None] = {}  # by choice
         service.admit(self.requests, self._num_echoes, None if self._members is None else self._members.cost)
 
@@ -146,6 +156,11 @@ class Generation:
     def whole(self) -> list[CompletionPiece]:
         """Return one piece per choice, in order; may be called from any thread."""
         return [piece for number in range(len(self.requests)) for piece in self._cut(number)]
+
+    def whole_again(self) -> list[CompletionPiece]:
+        """Return one piece per choice, in order, after all pieces of a stream were taken."""
+        self._cutters.clear()
+        return self.whole()
 
     async def stream(self) -> AsyncGenerator[list[CompletionPiece]]:
         """Yield pieces as they are generated; closing the generator aborts all requests.
@@ -312,8 +327,13 @@ async def answer(
 
     Raises:
         LogprobeError: a generation without streaming failed.
+        ApiError: the `Accept` header asks for a binary type that the server or the request does not allow.
         ClientGoneError: the client disconnected before the reply.
     """
+    if (media_type := media_type_of(request)) != JSON_TYPE:
+        from logprobe.server.binary import answer_binary  # only such requests need it
+
+        return await answer_binary(request, service, generation, shape, media_type, is_stream=is_stream)
     if is_stream:
         return StreamedReply(
             _events(service, generation, shape),

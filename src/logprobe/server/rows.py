@@ -191,9 +191,18 @@ def ending_extensions(
     return fields
 
 
+def route_extensions(body: GenerationBody, output: RequestOutput, piece: CompletionPiece) -> dict[str, Any]:
+    """Return the routes of all tokens that were run for a finished completion; {} if not requested."""
+    if not body.return_routed_experts or piece.finish_reason is None:
+        return {}
+    routes = output.replayed_experts(piece.completion.index)
+    little = routes.astype(routes.dtype.newbyteorder("<"), copy=False)
+    return {"routed_experts": {"shape": routes.shape, "dtype": str(routes.dtype), "data": little.tobytes()}}
+
+
 def num_field_tokens(body: GenerationBody | ResponsesBody, pieces: Sequence[CompletionPiece]) -> int:
-    """Count the tokens in finished completions, which `field_logprobs` reads again; 0 if not requested."""
-    if not body.field_logprobs:
+    """Count the tokens in finished completions whose fields or routes are written; 0 if not requested."""
+    if not (body.field_logprobs or getattr(body, "return_routed_experts", None)):
         return 0
     return sum(len(piece.completion.token_ids) for piece in pieces if piece.finish_reason is not None)
 

@@ -10,7 +10,7 @@ import secrets
 import time
 from collections import deque
 from functools import cache
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import msgspec
 
@@ -27,7 +27,7 @@ from logprobe.server.http.replies import Documents, while_connected
 from logprobe.server.http.workers import Workers
 from logprobe.server.limits import Cost, Lifetime, Limits
 from logprobe.server.metrics import Metrics
-from logprobe.server.settings import read_response_template
+from logprobe.server.settings import read_confidences, read_response_template
 from logprobe.server.stored import StoredResponses
 from logprobe.text.channels import template_of
 from logprobe.text.chat import chat_template_of, variables_of
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from starlette.types import Receive
 
+    from logprobe.analysis.confidence import FittedConfidence
     from logprobe.engine.backends.start import LoadedModel
     from logprobe.engine.client import Follow
     from logprobe.engine.front import Front
@@ -172,6 +173,7 @@ class Service:
         self._id_encoder = cache(lambda: ChatEncoder(IdTexts(model.text.vocabulary)))
         self.spelling_tools = cache(lambda: SpellingTools(model))  # slow to create
         self._response_template = read_response_template(settings.response_template)
+        self._confidences = read_confidences(settings)
         self.reply_form()  # fail at startup if the template is invalid
         self.limits = Limits(settings)
         # State of one request, set by `for_one_request`.
@@ -244,6 +246,8 @@ class Service:
         """
         self._request_ids += [request.request_id for request in requests]
         cost = Cost.of(requests, self.vocab_size, num_echoes)
+        if any(request.params.return_routed_experts for request in requests):
+            cost += Cost.of_routes(requests, self.capabilities.shape)
         cost = cost if beside is None else cost + beside
         if self._awaited is not None:
             if cost == self._awaited:
@@ -374,6 +378,17 @@ class Service:
         own = dict.fromkeys([self.model_name, *filter(None, self.settings.served_model_name)])
         return [*((name, None) for name in own), *self.engine.list_loras().items()]
 
+    def confidence_named(self, name: str) -> FittedConfidence:
+        """Return the fit of confidence of this name.
+
+        Raises:
+            ApiError: 400 if there is none.
+        """
+        if name not in self._confidences:
+            known = ", ".join(self._confidences) or "none; start the server with --confidence NAME=FILE"
+            raise bad_request("confidence", f"no fit {shortened(name)!r} is loaded; known: {known}")
+        return self._confidences[name]
+
     def choose_weights(self, body: ChoosesWeights) -> None:
         """Resolve a body's `model` and `lora`, set `body.lora`, and record the answering model in `call`.
 
@@ -417,10 +432,12 @@ class Service:
 
     @staticmethod
     def params_for(
-        body: ChoosesWeights, *, max_tokens: int, prompt_logprobs: int | None = None
+        body: ChoosesWeights, *, max_tokens: int, prompt_logprobs: int | None = None, **reports: Any
     ) -> SamplingParams:
-        """Return default parameters with these limits and the LoRA adapter that a body selects."""
-        return SamplingParams(max_tokens=max_tokens, prompt_logprobs=prompt_logprobs, lora=body.lora)
+        """Return default parameters with these limits and reports, and the LoRA adapter of a body."""
+        return SamplingParams(
+            max_tokens=max_tokens, prompt_logprobs=prompt_logprobs, lora=body.lora, **reports
+        )
 
     async def run_all(self, admitted: Sequence[Admitted]) -> list[RequestOutput]:
         """Run requests and return their outputs in order; cancelling the call aborts the requests.

@@ -12,11 +12,12 @@ import msgspec
 import typer
 
 from logprobe.config import strict_keywords
-from logprobe.errors import ParameterError, require
+from logprobe.errors import InputError, ParameterError, require
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from logprobe.analysis.confidence import FittedConfidence
     from logprobe.config import EngineConfig
 
 
@@ -124,6 +125,14 @@ class ServerSettings:
             "delimit reasoning and tool calls; by default derived from the chat template."
         ),
     ] = None
+    confidence: Annotated[
+        tuple[str, ...],
+        _models(
+            metavar="NAME=FILE",
+            help="Fit of confidence, saved by `logprobe.analysis.calibrate`; requests to /v1/label select it "
+            "with `confidence`.",
+        ),
+    ] = ()
     trust_request_chat_template: Annotated[
         bool,
         _models(
@@ -252,6 +261,9 @@ class ServerSettings:
                 "lora_modules",
                 f"must be NAME=PATH of a folder of LoRA weights, got {setting!r}",
             )
+        for setting in self.confidence:
+            name, _, path = setting.partition("=")
+            require(name and path, "confidence", f"must be NAME=FILE of a fit, got {setting!r}")
         for setting in self.also_model:
             name, _, model = setting.partition("=")
             require(name and model, "also_model", f"must be NAME=MODEL, got {setting!r}")
@@ -300,7 +312,7 @@ class FurtherModel:
             ParameterError: a setting is invalid.
         """
         names = {"model_name": name, "served_model_name": (), "lora_modules": (), "response_template": None}
-        return cls(config, replace(settings, **names | own))
+        return cls(config, replace(settings, **names | {"confidence": ()} | own))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -317,6 +329,7 @@ OWN_SETTINGS: Final = (
     "served_model_name",
     "lora_modules",
     "response_template",
+    "confidence",
     "logprobs_mode",
     "max_logprobs",
     "max_requests",
@@ -372,6 +385,25 @@ def check_keys(keys: Sequence[str], name: str, *, is_public: bool) -> None:
     is_long = not is_public or all(len(key) >= MIN_KEY_CHARS for key in keys)
     remedy = f"must have at least {MIN_KEY_CHARS} characters if other machines can reach the server"
     require(is_long, name, f"each key {remedy}; create one with `openssl rand -hex 24`")
+
+
+def read_confidences(settings: ServerSettings) -> dict[str, FittedConfidence]:
+    """Read the fits of confidence by name.
+
+    Raises:
+        ParameterError: a file cannot be read, or is not a fit.
+    """
+    fits: dict[str, FittedConfidence] = {}
+    for setting in settings.confidence:
+        from logprobe.analysis.confidence import FittedConfidence
+
+        name, _, path = setting.partition("=")
+        try:
+            fits[name] = FittedConfidence.load(path)
+        except (OSError, InputError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ParameterError("confidence", f"cannot read {path}: {reason}") from error
+    return fits
 
 
 def read_response_template(path: str | None) -> dict[str, Any] | None:

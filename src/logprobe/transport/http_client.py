@@ -81,8 +81,10 @@ class HttpClient:
         except httpx.InvalidURL as error:
             raise ParameterError("url", f"{url!r} is not a valid address: {error}") from error
 
-    async def exchange(self, method: str, path: str, content: bytes | None, max_bytes: int) -> HttpReply:
-        """Send one request and read the whole reply, whatever its status.
+    async def exchange(
+        self, method: str, path: str, content: bytes | None, max_bytes: int, accept: str | None = None
+    ) -> HttpReply:
+        """Send one request and read the whole reply, whatever its status; `accept` is the `Accept` header.
 
         Raises:
             ServerError: the reply is not complete in time, is compressed, or is longer than `max_bytes`.
@@ -92,7 +94,7 @@ class HttpClient:
 
         # httpx closes its connections reliably when anyio cancels it, but not when asyncio does.
         scope = anyio.CancelScope()
-        task = asyncio.ensure_future(self._within(scope, method, path, content, max_bytes))
+        task = asyncio.ensure_future(self._within(scope, method, path, content, max_bytes, accept))
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -105,7 +107,13 @@ class HttpClient:
         await self._client.aclose()
 
     async def _within(
-        self, scope: anyio.CancelScope, method: str, path: str, content: bytes | None, max_bytes: int
+        self,
+        scope: anyio.CancelScope,
+        method: str,
+        path: str,
+        content: bytes | None,
+        max_bytes: int,
+        accept: str | None,
     ) -> HttpReply:
         import anyio
 
@@ -113,7 +121,7 @@ class HttpClient:
         with scope:
             try:
                 with anyio.fail_after(self._timeout_s):
-                    return await self._retried(method, path, content, max_bytes)
+                    return await self._retried(method, path, content, max_bytes, accept)
             except TimeoutError as error:
                 raise ServerError(
                     f"{what}: no complete reply within {self._timeout_s:g} s; the server may be full; "
@@ -124,10 +132,13 @@ class HttpClient:
                 raise UnreachableError(f"{what}: {words}; is the server up?") from error
         raise asyncio.CancelledError
 
-    async def _retried(self, method: str, path: str, content: bytes | None, max_bytes: int) -> HttpReply:
+    async def _retried(
+        self, method: str, path: str, content: bytes | None, max_bytes: int, accept: str | None
+    ) -> HttpReply:
         """Repeat the request while the server replies with status 429."""
+        headers = self._headers if accept is None else {**self._headers, b"Accept": accept.encode()}
         while True:
-            stream = self._client.stream(method, path, content=content, headers=self._headers)
+            stream = self._client.stream(method, path, content=content, headers=headers)
             async with stream as reply:
                 data = await _read(reply, max_bytes, f"{method} {self.url}{path}")
             if reply.status_code != FULL:

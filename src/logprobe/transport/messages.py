@@ -22,6 +22,13 @@ FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
 PausedBy: TypeAlias = Literal["caller", "reader"]
 
 
+class Lens(msgspec.Struct, frozen=True):
+    """Logit lens: log-probabilities after each prompt token, computed from the states of inner layers."""
+
+    layers: tuple[int, ...]  # as in `SamplingParams.return_hidden_states`
+    k: int  # alternatives per layer and token
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """One prompt and its parameters."""
 
@@ -36,6 +43,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     caller: str = ""  # id of the client, if known; the engine is shared among clients first, then among calls
     # parameters with which prompt rows are processed; None for raw rows
     scored_as: SamplingParams | None = None
+    lens: Lens | None = None  # predictions from inner layers to report; None: none
 
 
 class Admitted(msgspec.Struct, frozen=True, eq=False):
@@ -151,6 +159,12 @@ class Delta(msgspec.Struct, tag=True, kw_only=True, eq=False, omit_defaults=True
     prompt: HostRows | None = None  # rows for the next prompt positions
     effects: list[list[ProcessorEffect]] | None = None  # processor effects per token; None if not requested
     row: Array | None = None  # (vocab_size,) float32, nats, read-only; set for `wants_row`
+    hidden: Array | None = None  # (new tokens, layers * hidden size) float32; None: not requested
+    prompt_hidden: Array | None = None  # the same for the next prompt tokens
+    # (new tokens * expert layers, experts per token) uint8 or uint16; None: not requested
+    routes: Array | None = None
+    prompt_routes: Array | None = None  # the same for the next prompt tokens
+    lens: list[HostRows] | None = None  # by layer of `Request.lens`, for the next prompt tokens
     finish: Finish | None = None  # None while the completion runs
     # counts for the whole completion, set with `finish`; None if drafting is off
     drafts: Drafts | None = None

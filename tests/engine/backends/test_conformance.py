@@ -109,6 +109,9 @@ ODD: dict[str, list[tuple[Any, Any]]] = {
     ],
     "explain": [(np.True_, True)],
     "lora": [(np.str_("none of this name"), "none of this name")],
+    "return_routed_experts": [(np.True_, True)],
+    "routed_experts": [(np.zeros((1, 1, 1), np.int64), [[[0]]])],
+    "return_hidden_states": [(np.str_("last"), "last"), (np.array([1, 0]), (1, 0))],
 }
 DRAWN = {"temperature": 1.3, "seed": 5}
 REPORTED = {"logprobs": 2, "logprobs_mode": "both"}

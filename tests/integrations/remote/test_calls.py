@@ -6,12 +6,16 @@ import asyncio
 import json
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from logprobe import RemoteLLM, SamplingParams
 from logprobe.errors import EngineClosedError, ParameterError, PromptTooLongError, ServerError
+from logprobe.integrations.remote import calls
 from logprobe.integrations.remote.link import Link
 from logprobe.server import ServerSettings
+from logprobe.server.http import replies
+from logprobe.transport.http_client import HttpReply
 from refusals import raises
 
 if TYPE_CHECKING:
@@ -91,18 +95,61 @@ def test_scores_are_those_of_the_engine(far: RemoteLLM, tiny_llm: LLM, options: 
     assert found == tiny_llm.score(pairs, **options)
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        {"logprobs": 1, "entropy": True},
-        {"logprobs": 1, "logprobs_mode": "both"},
-        {"logprobs": 1, "logprob_token_ids": [5]},
-        {"logprobs": 1, "explain": True},
-    ],
-)
-def test_other_reports_are_refused_by_name(far: RemoteLLM, params: dict[str, Any]) -> None:
-    with raises(ParameterError, parameter=[*params][1]):
-        asyncio.run(far.generate("a", SamplingParams(**params)))
+REPORTS: list[dict[str, Any]] = [
+    {"entropy": True, "varentropy": True, "prompt_logprobs": 0},
+    {"logprobs_mode": "both", "top_k": 4},
+    {"logprobs_mode": "processed_logprobs", "temperature": 0.5},
+    {"logprob_token_ids": [5, 9], "prompt_logprobs": 2, "n": 2},
+    {"logprob_token_ids": [[5], [], [6, 7]]},
+]
+
+
+@pytest.mark.parametrize("asked", REPORTS)
+def test_other_reports_come_as_arrow(far: RemoteLLM, tiny_llm: LLM, asked: dict[str, Any]) -> None:
+    pytest.importorskip("pyarrow")
+    params = SamplingParams(**{"logprobs": 2, "max_tokens": 5, "seed": 3} | asked)
+    near, found = tiny_llm.generate([PROMPTS[1]], params), asyncio.run(far.generate([PROMPTS[1]], params))
+    assert [*map(facts_of, found)] == [*map(facts_of, near)]
+    for completion, same in zip(found[0].outputs, near[0].outputs, strict=True):
+        assert completion.processed_logprobs == same.processed_logprobs
+        for record, want in [
+            (completion.logprobs, same.logprobs),
+            (completion.processed_logprobs, same.processed_logprobs),
+            (found[0].prompt_logprobs, near[0].prompt_logprobs),
+        ]:
+            assert (record is None) == (want is None)
+            if record is not None and want is not None:
+                assert (record.info, record.given) == (want.info, want.given)
+                assert record.extras.keys() == want.extras.keys()
+                for name, values in want.extras.items():
+                    np.testing.assert_array_equal(record.extras[name], values)
+
+
+@pytest.mark.parametrize("asked", [{"explain": True}, {"kept_ids": True, "logprobs_mode": "both"}])
+def test_other_reports_are_refused_by_name(far: RemoteLLM, asked: dict[str, Any]) -> None:
+    with raises(ParameterError, parameter=next(iter(asked))):
+        asyncio.run(far.generate("a", SamplingParams(logprobs=1, **asked)))
+
+
+@pytest.mark.parametrize("asked", REPORTS)
+def test_without_pyarrow_they_are_refused_too(
+    far: RemoteLLM, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any]
+) -> None:
+    for module in (calls, replies):  # of the client, then of the server alone
+        with monkeypatch.context() as patched:
+            patched.setattr(module, "find_spec", lambda _: None)
+            with raises(ParameterError, parameter=next(iter(asked))):
+                asyncio.run(far.generate([PROMPTS[1]], SamplingParams(**{"logprobs": 2} | asked)))
+
+
+@pytest.mark.parametrize("module", [calls, replies])
+def test_without_pyarrow_rows_come_as_json(
+    far: RemoteLLM, tiny_llm: LLM, monkeypatch: pytest.MonkeyPatch, module: Any
+) -> None:
+    monkeypatch.setattr(module, "find_spec", lambda _: None)
+    params = SamplingParams(max_tokens=6, seed=3, n=2, logprobs=3, prompt_logprobs=2)
+    found = asyncio.run(far.generate(PROMPTS, params))
+    assert [*map(facts_of, found)] == [*map(facts_of, tiny_llm.generate(PROMPTS, params))]
 
 
 def test_what_the_server_refuses_is_an_error_of_the_same_kind(far: RemoteLLM) -> None:
@@ -140,8 +187,9 @@ def test_what_the_server_refuses_is_an_error_of_the_same_kind(far: RemoteLLM) ->
 def test_a_reply_that_is_not_valid_is_the_servers_error(
     far: RemoteLLM, monkeypatch: pytest.MonkeyPatch, reply: Any
 ) -> None:
-    async def post(*_: Any) -> bytes:
-        return reply if isinstance(reply, bytes) else json.dumps({"id": "x"} | reply).encode()
+    async def post(*_: Any) -> HttpReply:
+        data = reply if isinstance(reply, bytes) else json.dumps({"id": "x"} | reply).encode()
+        return HttpReply(200, "application/json", data)
 
     monkeypatch.setattr(Link, "post", post)
     with pytest.raises(ServerError):

@@ -37,6 +37,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "/v2/rerank": {"query": "the", "documents": [" cat"], "template": ["", "{query}{document}", ":"]},
     "/rerank": {"query": "the", "documents": [" cat"], "template": ["", "{query}{document}", ":"]},
     "/v1/next_token_logprobs": {"prompts": ["the cat", "a"]},
+    "/v1/hidden_states": {"prompts": ["the cat", "a"]},
     "/tokenize": {"prompt": "the cat"},
     "/detokenize": {"tokens": [5, 6]},
     "/v1/tokenize": {"prompt": "the cat"},

@@ -107,6 +107,11 @@ HOSTILE: dict[str, tuple[str, Callable[[], bytes], str]] = {
         ).encode(),
         "max_text_bytes",
     ),
+    "hidden states of many prompts": (
+        "/v1/hidden_states",
+        lambda: json.dumps({"prompts": [[1]] * 20_000}).encode(),
+        "max_requests",
+    ),
     "next-token prompts": (
         "/v1/next_token_logprobs",
         lambda: json.dumps({"prompts": [[1]] * 20_000}).encode(),

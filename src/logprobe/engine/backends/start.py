@@ -132,6 +132,7 @@ def build_native_engine(config: EngineConfig) -> NativeParts:
         layout=forward.layout,
         weight_version=version,
         quantization=quantization(files),
+        shape=forward.shape,
     )
     if weight_version(files) != version:
         raise ModelError(f"{files.folder}: its weights changed while they were read; load the model again")

@@ -15,6 +15,7 @@ from logprobe.engine.forward.kv_cache import KVPool
 from logprobe.engine.forward.load import make_ready
 from logprobe.engine.forward.process_memory import PagedMemory, give_back_memory, return_freed
 from logprobe.engine.forward.system_limits import default_kv_bytes
+from logprobe.engine.protocol import ModelShape
 from logprobe.errors import EngineClosedError, ParameterError, require
 from logprobe.kernels.arrays import as_array
 from logprobe.models import load_config, load_model
@@ -75,6 +76,7 @@ class NativeForward:
         self.is_recalled = ready.is_recalled
         self.vocab_size, self.context_len = ready.vocab_size, ready.context_len
         self.rope_boundary = ready.layout.rope_boundary
+        self.shape = _shape_of(ready)
         self.eos_token_ids = ready.eos_token_ids
         self._had_loras = False  # True if a row of the last step used LoRA weights
         if not ready.is_recalled:
@@ -254,7 +256,12 @@ class NativeForward:
         if has_loras or self._had_loras:  # also clears the rows of the last step
             self.decoder.loras.select(batch)
             self._had_loras = has_loras
-        hidden = self.decoder(batch.token_ids, batch.positions, attention, is_long=is_long)
+        if batch.capture is None:
+            hidden = self.decoder(batch.token_ids, batch.positions, attention, is_long=is_long)
+        else:
+            hidden = self.decoder(
+                batch.token_ids, batch.positions, attention, is_long=is_long, capture=batch.capture
+            )
         if leaves_scratch:
             return_freed()  # the next chunk's scratch is larger and would not fit into the freed blocks
         self.hidden[attention.slots] = hidden
@@ -280,6 +287,34 @@ class NativeForward:
         from logprobe.engine.forward.torch.tensors import logits_of
 
         return logits_of(self.decoder, hidden, lora)
+
+    def normed(self, hidden: Array) -> Any:
+        """Apply the model's final norm to (rows, hidden size) float32 hidden states of an inner layer.
+
+        Raises:
+            UnsupportedModelError: the model's final norm is unknown.
+        """
+        with self._running():
+            return self.decoder.normed(hidden)
+
+
+def _shape_of(ready: ReadyModel) -> ModelShape:
+    """Return the sizes of a model, and what its decoder reports about its layers."""
+    sizes: dict[str, Any] = {"hidden_size": ready.hidden_size, "num_layers": ready.layout.num_layers}
+    if ready.layout.why_transformers is not None:
+        why = f"transformers' modules run this model ({ready.layout.why_transformers})"
+        return ModelShape(**sizes, why_no_routes=why)
+    decoder: Any = ready.decoder  # a native decoder, of a CPU or a GPU
+    experts = [layer.experts for layer in decoder.layers if layer.experts is not None]
+    if not experts:
+        return ModelShape(**sizes)
+    return ModelShape(
+        **sizes,
+        num_expert_layers=len(experts),
+        num_experts=len(experts[0].inner),
+        experts_per_token=decoder.spec.experts_per_token,
+        why_no_routes=None,
+    )
 
 
 def _reserve(kv_bytes: int) -> PagedMemory:

@@ -19,8 +19,10 @@ from logprobe.transport.messages import Finish
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from logprobe.engine.plan.capture import SampleCapture
     from logprobe.engine.plan.drafts import PromptLookup
     from logprobe.engine.plan.radix import Node
+    from logprobe.engine.protocol import ModelShape
     from logprobe.errors import LogprobeError
     from logprobe.processors import ProcessorEffect
     from logprobe.processors.pipeline import ActiveSample
@@ -93,6 +95,10 @@ class Sample:
         self._num_reached = 0  # prompt tokens reached so far, including before a preemption
         # Number of prompt rows delivered; row r holds the log-probabilities of position r + 1.
         self.num_scored = request.first_scored - 1
+        self.capture: SampleCapture | None = None  # activations to report; None: none
+        self.is_fresh = False  # takes no keys and values from the cache, because all tokens are captured
+        self.is_private = False  # its keys and values must not be cached, because its routes were given
+        self.num_to_run = self.num_prompt_rows  # prompt tokens to run if none is generated
         self.node: Node | None = None
         self.is_long = False  # uses the model's long rotary frequencies
         self.paused_by: set[PausedBy] = set()  # while not empty, the sample keeps its place but is not run
@@ -113,6 +119,13 @@ class Sample:
         is_included = params.include_stop_str_in_output
         self.stop_matcher = StopMatcher(params.stop, is_included=is_included) if params.stop else None
 
+    def capture_as(self, capture: SampleCapture, shape: ModelShape) -> None:
+        """Report activations; must be called before the sample is scheduled."""
+        self.capture = capture
+        self.is_fresh = capture.is_fresh(shape)
+        self.is_private = capture.given is not None
+        self.num_to_run = max(self.num_to_run, capture.num_prompt)
+
     @property
     def token_ids(self) -> IntArray:
         """Prompt and generated tokens, (num_tokens,) int32."""
@@ -122,6 +135,10 @@ class Sample:
     def slots(self) -> IntArray:
         """Slots of the computed positions, (num_computed,) int32."""
         return self._slots[: self.num_computed]
+
+    def kept_slots(self, start: int, end: int) -> IntArray:
+        """Return the slots of positions [start, end), which the current step has computed."""
+        return self._slots[start:end]
 
     @property
     def can_draft(self) -> bool:
@@ -150,10 +167,10 @@ class Sample:
 
     @property
     def num_remaining(self) -> int:
-        """Number of tokens still to run; if the prompt is only scored, its last token is never run."""
+        """Number of tokens still to run; if the prompt is only scored, its last token need not be run."""
         if self.wants_sample:
             return self.num_tokens - self.num_computed
-        return max(self.num_prompt_rows - self.num_computed, 0)
+        return max(self.num_to_run - self.num_computed, 0)
 
     @property
     def has_tail(self) -> bool:

@@ -57,6 +57,7 @@ class StepPlan:
     prompt_rows: list[Span] = field(default_factory=list)  # position p of a span predicts token p + 1
     sample_rows: list[SampleRow] = field(default_factory=list)  # grouped by sample, in order
     touched: set[Sample] = field(default_factory=set)  # samples that a failed step must end
+    captured: Sequence[Sample] = ()  # samples that report activations
 
     def batch(self) -> StepBatch:
         """Return the step as arrays for the forward pass."""
@@ -120,6 +121,7 @@ class Scheduler:
         self.num_preempted = 0
         self.num_cached_tokens = 0
         self.num_drafted = self.num_accepted = 0
+        self.has_captures = False  # False: no sample reports activations
         self._waits = Durations() if waits is None else waits
 
     @property
@@ -136,6 +138,7 @@ class Scheduler:
         """Add a sample to the end of the waiting queue."""
         self.shares.add(sample)
         self.waiting.append(sample)
+        self.has_captures |= sample.capture is not None
 
     def schedule(self) -> StepPlan:
         """Plan one step and allocate its slots."""
@@ -184,6 +187,10 @@ class Scheduler:
             ]
         else:
             plan.sample_rows = [SampleRow(sample) for sample in drawn]
+        if self.has_captures:
+            plan.captured = [sample for sample in active if sample.capture is not None and sample.node]
+            plan.touched.update(plan.captured)
+            self.has_captures = any(sample.capture is not None for sample in self.samples())
         return plan
 
     def settle(self, plan: StepPlan) -> None:
@@ -271,7 +278,7 @@ class Scheduler:
         sample.is_long = self._is_long(sample)
         root = self.tree.root((None if sample.lora is None else sample.lora.number, sample.is_long))
         todo = sample.token_ids[: sample.num_remaining]
-        node, known = self.tree.descend(root, todo)
+        node, known = (root, EMPTY) if sample.is_fresh else self.tree.descend(root, todo)
         self.tree.lock(node)
         # Start a sample only if all its present tokens fit; no later sample overtakes it.
         need = len(todo) - len(known) + 1
@@ -294,16 +301,16 @@ class Scheduler:
         return self._youngest_paused() or self.shares.gives_slots(self.running, sample, need)
 
     def _plan_tokens(self, sample: Sample, plan: StepPlan, budget: int) -> int:
-        if not sample.has_tail:
+        if not (sample.has_tail or sample.is_fresh):
             self._walk_on(sample, plan)
         count, num_preempted = min(sample.num_remaining, budget), self.num_preempted
         count = min(count, self._make_room(count, sample, plan))
-        if self.num_preempted > num_preempted and not sample.has_tail:
+        if self.num_preempted > num_preempted and not (sample.has_tail or sample.is_fresh):
             self._walk_on(sample, plan)  # the preempted samples may have left these tokens in the tree
             count = min(count, sample.num_remaining)
         if count == 0:
             return 0
-        in_tree = not sample.is_decoding
+        in_tree = not (sample.is_decoding or sample.is_fresh)
         start = sample.num_computed
         slots = self.pool.allocate(count)
         plan.tokens.append(Span(sample, start, start + count))
@@ -357,7 +364,7 @@ class Scheduler:
     def _let_go(self, sample: Sample, *, keep: bool) -> None:
         assert sample.node is not None
         tail = sample.tail_slots.copy()
-        if keep and len(tail):
+        if keep and len(tail) and not sample.is_private:
             start = sample.num_in_tree
             token_ids = sample.token_ids[start : sample.num_computed].copy()
             node, known = self.tree.descend(sample.node, token_ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from importlib.util import find_spec
 from math import inf, nan
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -10,10 +11,11 @@ import msgspec
 
 from logprobe.analysis.score import Score
 from logprobe.engine.request import CompletionOutput, RequestOutput
-from logprobe.errors import ServerError, require
+from logprobe.errors import InputError, ParameterError, ServerError
 from logprobe.integrations.remote.link import FACTS_BYTES, SAMPLES, TOKEN_BYTES, decoded
 from logprobe.records import FlatLogprobs, LogprobsInfo
 from logprobe.records.forms.finite import IMPOSSIBLE
+from logprobe.records.values import ExpertRoutes, IdLists
 from logprobe.sampling import SamplingParams
 from logprobe.sampling.params import COUNTS, REPORTING_FIELDS
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from logprobe.records.values import TokenTable
 
 SCORES: Final = "/v1/loglikelihood"
+ARROW_TYPE: Final = "application/vnd.apache.arrow.stream"
 DEFAULTS: Final = SamplingParams()
 
 
@@ -106,30 +109,78 @@ async def ask_completion(
         LogprobeError: a parameter is not supported, the request failed, or the reply is not valid.
     """
     where, counts = f"{link.url}{SAMPLES}", [getattr(params, name) for name in COUNTS]
-    body = {"prompt": prompt, **_fields_of(params), "return_token_ids": True}
+    has_rows, is_binary = counts != [None, None], find_spec("pyarrow") is not None
+    body = {"prompt": prompt, **_fields_of(params, is_binary=is_binary), "return_token_ids": True}
     if isinstance(prompt, str):
         body["add_special_tokens"] = add_special_tokens
-    if counts != [None, None]:
-        body |= {"return_tokens_as_token_ids": True, "logprobs_mode": "raw_logprobs"}
+    if has_rows:
+        # The last two are used only by a server without pyarrow, which replies with JSON.
+        body |= {"logprobs_mode": params.logprobs_mode, "return_tokens_as_token_ids": True}
         body["prompt_rows"] = params.prompt_logprobs is not None
     num_new, num_old = (3 + (facts.vocab_size if k == -1 else k or 0) for k in counts)
     num_entries = params.n * params.max_tokens * num_new + facts.max_model_len * num_old
-    data = await link.post(SAMPLES, body, FACTS_BYTES + num_entries * TOKEN_BYTES)
-    reply = decoded(data, _Completion, where)
-    if [choice.index for choice in reply.choices] != [*range(params.n)]:
-        raise ServerError(f"{where}: the reply does not have the {params.n} completions that were requested")
-    first = reply.choices[0]
+    accept = f"{ARROW_TYPE}, application/json;q=0.5" if has_rows and is_binary else None
+    reply = await link.post(SAMPLES, body, FACTS_BYTES + num_entries * TOKEN_BYTES, accept)
+    is_arrow = reply.content_type == ARROW_TYPE
+    if not is_arrow:
+        _fields_of(params, is_binary=False)
     try:
-        return RequestOutput(
-            request_id=reply.id,
-            prompt_token_ids=first.prompt_token_ids,
-            prompt_logprobs=_record(first.prompt_rows, first.logprobs_info, table),
-            outputs=[_output(choice, params, table) for choice in reply.choices],
-            info=first.logprobs_info,
-            params=params,
+        return (
+            _from_arrow(reply.data, params, table)
+            if is_arrow
+            else _from_json(reply.data, params, table, where)
         )
-    except ValueError as error:
+    except (ValueError, LookupError) as error:
         raise ServerError(f"{where}: the reply has no valid log-probabilities ({error})") from error
+
+
+def _from_json(data: bytes, params: SamplingParams, table: TokenTable | None, where: str) -> RequestOutput:
+    reply = decoded(data, _Completion, where)
+    _check_choices(reply.choices, params)
+    first = reply.choices[0]
+    return RequestOutput(
+        request_id=reply.id,
+        prompt_token_ids=first.prompt_token_ids,
+        prompt_logprobs=_record(first.prompt_rows, first.logprobs_info, table),
+        outputs=[
+            _output(choice, params, _record(choice.rows(params.logprobs or 0), choice.logprobs_info, table))
+            for choice in reply.choices
+        ],
+        info=first.logprobs_info,
+        params=params,
+    )
+
+
+def _from_arrow(data: bytes, params: SamplingParams, table: TokenTable | None) -> RequestOutput:
+    from logprobe.records.replies import read_reply
+
+    rows = read_reply(data)
+    reply = msgspec.convert(rows.reply, _Completion)
+    _check_choices(reply.choices, params)
+    records = {name: record.with_table(table) for name, record in rows.records.items()}
+    first, outputs = reply.choices[0], []
+    for choice in reply.choices:
+        record = records.get(f"{choice.index}") if params.logprobs is not None else None
+        if params.logprobs is not None and record is None:
+            record = FlatLogprobs(table=table, info=first.logprobs_info)  # no token was generated
+        if record is not None and record.chosen_entries().token_ids.tolist() != choice.token_ids:
+            raise InputError("the rows are not those of the reply's tokens")
+        output = _output(choice, params, record)
+        output.processed_logprobs = records.get(f"{choice.index}/processed")
+        outputs.append(output)
+    return RequestOutput(
+        request_id=reply.id,
+        prompt_token_ids=first.prompt_token_ids,
+        prompt_logprobs=records["0/prompt"] if params.prompt_logprobs is not None else None,
+        outputs=outputs,
+        info=first.logprobs_info,
+        params=params,
+    )
+
+
+def _check_choices(choices: Sequence[_Choice], params: SamplingParams) -> None:
+    if [choice.index for choice in choices] != [*range(params.n)]:
+        raise InputError(f"it does not have the {params.n} completions that were requested")
 
 
 async def ask_scores(
@@ -143,8 +194,8 @@ async def ask_scores(
     where = f"{link.url}{SCORES}"
     body = {"context": context, "continuations": continuations, **options}
     num_bytes = len(msgspec.json.encode(continuations))  # at least the number of tokens
-    data = await link.post(SCORES, body, FACTS_BYTES + num_bytes * TOKEN_BYTES)
-    scores = decoded(data, _Scores, where).data
+    reply = await link.post(SCORES, body, FACTS_BYTES + num_bytes * TOKEN_BYTES)
+    scores = decoded(reply.data, _Scores, where).data
     if len(scores) != len(continuations):
         raise ServerError(f"{where}: returned {len(scores)} scores for {len(continuations)} continuations")
     return [
@@ -156,18 +207,32 @@ async def ask_scores(
     ]
 
 
-def _fields_of(params: SamplingParams) -> dict[str, Any]:
-    """Return the parameters that are set, which a request's body has under the same names."""
+def _fields_of(params: SamplingParams, *, is_binary: bool) -> dict[str, Any]:
+    """Return the parameters that are set, which a request's body has under the same names.
+
+    Raises:
+        ParameterError: the server's reply in JSON, if not `is_binary`, or any reply, has no such report.
+    """
     values = {field.name: getattr(params, field.name) for field in fields(params)}
     asked = {name: value for name, value in values.items() if value != getattr(DEFAULTS, name)}
     for name in REPORTING_FIELDS:
-        is_sent = name in COUNTS or name not in asked
-        require(is_sent, name, "is not supported by RemoteLLM.generate; use POST /v1/completions")
+        if name in asked and name in ("explain", "kept_ids"):
+            raise ParameterError(name, "is not supported by RemoteLLM.generate; use LLM.generate")
+        if name in asked and name in ("return_hidden_states", "return_routed_experts"):
+            raise ParameterError(name, "is not supported by RemoteLLM.generate; use POST /v1/completions")
+        if name in asked and name not in COUNTS and not is_binary:
+            raise ParameterError(name, "needs pyarrow here and on the server; pip install 'logprobe[arrow]'")
+    if isinstance(params.logprob_token_ids, IdLists):
+        lists = params.logprob_token_ids
+        asked["logprob_token_ids"] = [lists[place].tolist() for place in range(len(lists))]
+    routes = params.routed_experts
+    if isinstance(routes, ExpertRoutes):
+        data = routes.experts.astype("<u2").tobytes()
+        asked["routed_experts"] = {"shape": routes.array.shape, "dtype": "uint16", "data": data}
     return asked
 
 
-def _output(choice: _Choice, params: SamplingParams, table: TokenTable | None) -> CompletionOutput:
-    record = _record(choice.rows(params.logprobs or 0), choice.logprobs_info, table)
+def _output(choice: _Choice, params: SamplingParams, record: FlatLogprobs | None) -> CompletionOutput:
     total = None if record is None else float(record.chosen_entries().logprobs.sum(dtype="float64"))
     return CompletionOutput(
         index=choice.index,
@@ -177,7 +242,7 @@ def _output(choice: _Choice, params: SamplingParams, table: TokenTable | None) -
         text=choice.text,
         finish_reason=choice.finish_reason,
         stop_reason=choice.stop_reason,
-        raw_logprob=total,
+        raw_logprob=None if params.logprobs_mode == "processed_logprobs" else total,
     )
 
 

@@ -20,7 +20,7 @@ from logprobe.errors import (
     ServerError,
 )
 from logprobe.next_token.rows import SampledIds
-from logprobe.transport.http_client import HttpClient, printable
+from logprobe.transport.http_client import HttpClient, HttpReply, printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -74,17 +74,22 @@ class Link(HttpClient):
             ServerError: the server failed, stayed full, cannot be reached or took too long, or its reply is
                 longer than `max_bytes`.
         """
-        return await self._body("GET", path, None, max_bytes)
+        return (await self._successful("GET", path, None, max_bytes)).data
 
-    async def post(self, path: str, body: Any, max_bytes: int) -> bytes:
-        """Return the body of the reply to a POST request with a JSON body; raises the errors of `get`."""
-        return await self._body("POST", path, msgspec.json.encode(body), max_bytes)
+    async def post(self, path: str, body: Any, max_bytes: int, accept: str | None = None) -> HttpReply:
+        """Return the reply to a POST request with a JSON body; raises the errors of `get`.
 
-    async def _body(self, method: str, path: str, content: bytes | None, max_bytes: int) -> bytes:
-        reply = await self.exchange(method, path, content, max_bytes)
+        `accept` is the `Accept` header of the request.
+        """
+        return await self._successful("POST", path, msgspec.json.encode(body), max_bytes, accept)
+
+    async def _successful(
+        self, method: str, path: str, content: bytes | None, max_bytes: int, accept: str | None = None
+    ) -> HttpReply:
+        reply = await self.exchange(method, path, content, max_bytes, accept)
         if not reply.is_success:
             raise as_error(reply.status, reply.data, f"{method} {self.url}{path}")
-        return reply.data
+        return reply
 
 
 def as_error(status: int, content: bytes, what: str) -> LogprobeError:
@@ -234,7 +239,7 @@ async def ask_rows(link: Link, prefixes: Sequence[Prefix], vocab_size: int) -> t
 
     prompts = [prefix.token_ids.tolist() for prefix in prefixes]
     max_bytes = FACTS_BYTES + 4 * vocab_size * len(prompts)
-    data = await link.post(ROWS, {"prompts": prompts, "lora": prefixes[0].lora}, max_bytes)
+    data = (await link.post(ROWS, {"prompts": prompts, "lora": prefixes[0].lora}, max_bytes)).data
     where = f"{link.url}{ROWS}"
     try:
         table, source = load(data)["logprobs"], _Head.of(data).source
@@ -260,8 +265,8 @@ async def ask_sample(link: Link, prompt: IntArray, params: SamplingParams, vocab
     carried = {name: getattr(params, name) for name in CARRIED}
     body = {"prompt": prompt.tolist(), **carried, "return_token_ids": True}
     where = f"{link.url}{SAMPLES}"
-    data = await link.post(SAMPLES, body, FACTS_BYTES + params.max_tokens * TOKEN_BYTES)
-    choices = decoded(data, _Completion, where).choices
+    reply = await link.post(SAMPLES, body, FACTS_BYTES + params.max_tokens * TOKEN_BYTES)
+    choices = decoded(reply.data, _Completion, where).choices
     ids = choices[0].token_ids if len(choices) == 1 else [-1]
     if len(ids) > params.max_tokens or not all(0 <= token_id < vocab_size for token_id in ids):
         raise ServerError(f"{where}: the reply is not a sample of up to {params.max_tokens} tokens")

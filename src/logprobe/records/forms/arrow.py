@@ -163,7 +163,7 @@ def _id_column(chosen: Array, has_chosen: Array, token_ids: npt.ArrayLike | None
 def _kept_column(kept: IdLists | None, length: int) -> dict[str, pa.Array]:
     if kept is None:
         return {}
-    return {"kept_ids": _lists(kept.offsets, kept.token_ids.astype(np.int32), np.zeros(length, np.bool_))}
+    return {"kept_ids": lists(kept.offsets, kept.token_ids.astype(np.int32), np.zeros(length, np.bool_))}
 
 
 def _top_columns(chosen: Entries, top: Entries) -> dict[str, pa.Array]:
@@ -172,8 +172,8 @@ def _top_columns(chosen: Entries, top: Entries) -> dict[str, pa.Array]:
     outside = logs_outside_top(chosen, top, with_chosen=False)
     return {
         "outside_top_logprob": pa.array(outside, mask=np.diff(top.offsets) == 0),
-        "top_ids": _lists(top.offsets, top.token_ids.astype(np.int32), top.none_flags()),
-        "top_logprobs": _lists(top.offsets, top.logprobs.astype(np.float32), top.none_flags()),
+        "top_ids": lists(top.offsets, top.token_ids.astype(np.int32), top.none_flags()),
+        "top_logprobs": lists(top.offsets, top.logprobs.astype(np.float32), top.none_flags()),
     }
 
 
@@ -194,16 +194,17 @@ def _list_columns(prefix: str, entries: Entries | None, length: int) -> dict[str
     is_none = entries.none_flags()
     ranks = pa.array(entries.ranks, mask=entries.ranks == NO_RANK)
     columns = {
-        f"{prefix}_ids": _lists(entries.offsets, entries.token_ids.astype(np.int64), is_none),
-        f"{prefix}_logprobs": _lists(entries.offsets, entries.logprobs.astype(np.float64), is_none),
-        f"{prefix}_ranks": _lists(entries.offsets, ranks.cast(pa.int64()), is_none),
+        f"{prefix}_ids": lists(entries.offsets, entries.token_ids.astype(np.int64), is_none),
+        f"{prefix}_logprobs": lists(entries.offsets, entries.logprobs.astype(np.float64), is_none),
+        f"{prefix}_ranks": lists(entries.offsets, ranks.cast(pa.int64()), is_none),
     }
     if entries.texts is not None:
-        columns[f"{prefix}_tokens"] = _lists(entries.offsets, pa.array(entries.texts, pa.string()), is_none)
+        columns[f"{prefix}_tokens"] = lists(entries.offsets, pa.array(entries.texts, pa.string()), is_none)
     return columns
 
 
-def _lists(offsets: Array, values: Any, is_none: Array) -> pa.Array:
+def lists(offsets: Array, values: Any, is_none: Array) -> pa.Array:
+    """Return a column of lists: list t has values [offsets[t], offsets[t + 1]), or is null."""
     return pa.ListArray.from_arrays(
         pa.array(offsets.astype(np.int32)), pa.array(values), mask=pa.array(is_none)
     )

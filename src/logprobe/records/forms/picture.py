@@ -21,12 +21,15 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from logprobe.records.store.columns import Array
+    from logprobe.records.store.entries import Entries
     from logprobe.records.store.rows import Rows
     from logprobe.records.values import TokenTable
 
 TOKENS_A_LINE: Final = 12
 MAX_LINES: Final = 16  # lines of shaded tokens; a note tells how many tokens are left out
 NUM_BINS: Final = 10
+MAX_COLUMNS: Final = 40  # tokens of a logit lens that are shown
+DARK_SHARE: Final = 0.6  # probability from which the shade is so dark that its text is white
 FONT: Final = "DejaVu Sans"
 IMPOSSIBLE_NATS: Final = 30.0  # the plot shows larger surprisals, including infinite ones, as this
 
@@ -170,6 +173,59 @@ def drawn_bins(counts: Array, confidence: Array, accuracy: Array) -> Picture:
     axes = figure.subplots()
     _draw_bins(axes, counts[used], confidence[used], accuracy[used])
     axes.set(xlabel="confidence", ylabel="accuracy")
+    return Picture(figure)
+
+
+def draw_lens(
+    layers: list[int], token_ids: list[int], tops: list[Entries], table: TokenTable | None
+) -> Picture:
+    """Plot the most likely token of each layer (up) after each token (right), shaded by its probability.
+
+    Args:
+        layers: L layer numbers.
+        token_ids: T tokens of the text, of which the first `MAX_COLUMNS` are shown.
+        tops: for each layer, the most likely tokens at T positions.
+        table: texts of tokens.
+
+    Raises:
+        ParameterError: matplotlib is not installed, or a position has no most likely token.
+    """
+    num_columns = min(len(token_ids), MAX_COLUMNS)
+    if any((np.diff(top.offsets) == 0).any() for top in tops):
+        raise ParameterError("logprobs", "must be 1 or more for a plot")
+    shares = np.array([np.exp(top.logprobs[top.offsets[:-1]][:num_columns].astype(float)) for top in tops])
+    figure = _new_figure(figsize=(1.6 + 0.8 * num_columns, 1.2 + 0.32 * len(layers)), layout="constrained")
+    axes = figure.subplots()
+    image = axes.imshow(shares, vmin=0, vmax=1, cmap="Blues", aspect="auto", origin="lower")
+    for row, top in enumerate(tops):
+        for column, token_id in enumerate(top.token_ids[top.offsets[:-1]][:num_columns].tolist()):
+            text = None if table is None else table.token_text(token_id)
+            color = "white" if shares[row, column] > DARK_SHARE else "black"
+            label = _label(token_id, text)
+            axes.text(
+                column,
+                row,
+                label,
+                ha="center",
+                va="center",
+                fontsize=7,
+                family=FONT,
+                color=color,
+                parse_math=False,
+            )
+    names = [None if table is None else table.token_text(token_id) for token_id in token_ids[:num_columns]]
+    axes.set_xticks(
+        range(num_columns),
+        [_label(*pair) for pair in zip(token_ids, names, strict=False)],
+        rotation=45,
+        fontsize=7,
+        parse_math=False,
+    )
+    axes.set_yticks(range(len(layers)), [str(layer) for layer in layers], fontsize=7)
+    left_out = len(token_ids) - num_columns
+    note = f" (first {num_columns} tokens, {left_out} more not shown)" if left_out else ""
+    axes.set(xlabel=f"after the token{note}", ylabel="hidden state")
+    figure.colorbar(image, ax=axes, label="probability of the most likely token")
     return Picture(figure)
 
 

@@ -46,6 +46,7 @@ FIELD_NAMES: Final[dict[str, dict[str, str]]] = {
     "/v2/rerank": {"prompt": "documents"},
     "/rerank": {"prompt": "documents"},
     "/v1/next_token_logprobs": {"prompt": "prompts"},
+    "/v1/hidden_states": {"prompt": "prompts", "return_hidden_states": "layers"},
     "/update_weights_from_disk": {"version": "weight_version", "weights": "model_path"},
 }
 # Label values of the metric for rejections. Arbitrary names from clients would make the metrics grow forever.

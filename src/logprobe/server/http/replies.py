@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 from contextlib import aclosing
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
@@ -14,7 +15,7 @@ from starlette.responses import Response
 from logprobe.server.http.errors import ApiError, ClientGoneError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+    from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 
     from starlette.requests import Request as HttpRequest
     from starlette.types import Receive, Scope, Send
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 JSON_TYPE: Final = "application/json"
+ARROW_TYPE: Final = "application/vnd.apache.arrow.stream"
+PARQUET_TYPE: Final = "application/vnd.apache.parquet"
 CHECK_EVERY_S = 0.5
 EVENT_HEADERS: Final = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -34,6 +37,42 @@ DONE = b"data: [DONE]\n\n"
 # Many clients treat these characters as line ends (Python's `splitlines`, httpx's `iter_lines`), although
 # they # are not line ends in JSON and server-sent events.
 LINE_ENDS: Final = {end.encode(): f"\\u{ord(end):04x}".encode() for end in ("\u0085", "\u2028", "\u2029")}
+
+
+def media_type_of(request: HttpRequest, offered: Sequence[str] = (ARROW_TYPE, PARQUET_TYPE)) -> str:
+    """Return the media type of a reply, one of `offered` or JSON, by the `Accept` header.
+
+    Raises:
+        ApiError: 406 if the header allows only binary types, and pyarrow is not installed.
+    """
+    accept = request.headers.get("accept", "")
+    if not any(name in accept for name in offered):
+        return JSON_TYPE
+    ranges = [_media_range(item) for item in accept.split(",")]
+    ranges.sort(key=lambda one: -one[1])  # stable: the order of the header decides between equal weights
+    is_installed = find_spec("pyarrow") is not None
+    for name, weight in ranges:
+        if weight > 0 and name in offered and is_installed:
+            return name
+        if weight > 0 and name in {JSON_TYPE, "application/*", "*/*"}:
+            return JSON_TYPE
+    if is_installed:
+        return JSON_TYPE
+    raise ApiError(
+        406, f"Accept: {accept[:200]} needs the extra `arrow` on the server; accept {JSON_TYPE} instead"
+    )
+
+
+def _media_range(item: str) -> tuple[str, float]:
+    """Return the name and weight of one item of an `Accept` header."""
+    name, *parameters = (part.strip().lower() for part in item.split(";"))
+    for parameter in parameters:
+        if parameter.startswith("q="):
+            try:
+                return name, float(parameter[2:])
+            except ValueError:
+                return name, 0.0
+    return name, 1.0
 
 
 def json_reply(value: Any) -> Response:

@@ -40,6 +40,14 @@ class Reasoning(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
+class RoutedExperts(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Experts of each token in each layer of a mixture of experts."""
+
+    shape: Annotated[list[Annotated[int, Meta(ge=1)]], Meta(min_length=3, max_length=3)]
+    dtype: Literal["uint8", "uint16"]
+    data: bytes  # base64 of the array in C order, little-endian
+
+
 class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Common fields of chat and text completions; fields named as in `SamplingParams` mean the same."""
 
@@ -67,6 +75,7 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     bad_words: list[str] | None = None
     logits_processors_args: dict[str, Any] | None = None
     lora: str | None = None
+    routed_experts: RoutedExperts | None = None
     # Extensions: tokenization of the prompt, and the text of special tokens.
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
@@ -91,6 +100,7 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     field_logprobs: FieldLogprobs | None = None
+    return_routed_experts: bool | None = None
 
     # Ignored here (`ignored_fields`), or accepted only with a value that has no effect.
     user: str | None = None
@@ -238,6 +248,7 @@ class LabelBody(AnswersBody, kw_only=True, forbid_unknown_fields=True):
     labels: list[str] | dict[str, str | list[str]]
     correction: Literal["none", "length", "calibrated"] = "none"
     content_free: str | Annotated[list[dict[str, Any]], Meta(min_length=1)] | None = None
+    confidence: str | None = None  # name of a fit that the server has loaded
 
     @property
     def num_answers(self) -> int:
@@ -307,6 +318,15 @@ class NextTokenBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     prompts: Annotated[list[str | Ids], Meta(min_length=1)]
     stage: Literal["raw"] = "raw"
     dtype: Literal["float32", "float16"] = "float32"
+    model: str | None = None
+    lora: str | None = None
+
+
+class HiddenStatesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Request body of `POST /v1/hidden_states`: prompts whose hidden states are returned."""
+
+    prompts: Annotated[list[str | Ids], Meta(min_length=1)]
+    layers: Literal["last"] | Annotated[list[int], Meta(min_length=1)] = "last"
     model: str | None = None
     lora: str | None = None
 
@@ -406,6 +426,7 @@ BODIES: Final[dict[str, type[msgspec.Struct]]] = {
     "/v2/rerank": RerankBody,
     "/rerank": RerankBody,
     "/v1/next_token_logprobs": NextTokenBody,
+    "/v1/hidden_states": HiddenStatesBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
     "/v1/tokenize": TokenizeBody,
@@ -417,6 +438,7 @@ BODIES: Final[dict[str, type[msgspec.Struct]]] = {
 NESTED: Final[dict[str, type[msgspec.Struct]]] = {
     "stream_options": StreamOptions,
     "reasoning": Reasoning,
+    "routed_experts": RoutedExperts,
     "documents": RerankDocument,
 }
 """Body field → type of its object, or of the objects in its list."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
+import numpy as np
 
 from logprobe.errors import ConflictingParametersError, ParameterError, shortened
 from logprobe.ignored_kwargs import NEUTRAL_FIELDS
@@ -19,10 +21,13 @@ from logprobe.server.openai.ignored_fields import has_effect
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from numpy.typing import NDArray
+
     from logprobe.server.openai.bodies import (
         ChatBody,
         CompletionBody,
         GenerationBody,
+        RoutedExperts,
         UncertaintyBody,
     )
     from logprobe.server.settings import ServerSettings
@@ -57,6 +62,7 @@ SAMPLING_FIELDS: Final = (
     "varentropy",
     "margin",
     "explain",
+    "return_routed_experts",
 )
 """Body fields that have the same name and meaning as in `SamplingParams`."""
 
@@ -258,12 +264,26 @@ def _params(
         raise bad_request("field_logprobs", "requires logprobs; request them as well")
     if reported:
         values.setdefault("logprobs_mode", settings.logprobs_mode)
+    if getattr(body, "return_routed_experts", None) and body.stream and (getattr(body, "n", None) or 1) > 1:
+        raise bad_request("return_routed_experts", "cannot be streamed with n > 1; send n requests")
+    if (routes := getattr(body, "routed_experts", None)) is not None:
+        values["routed_experts"] = _routes_of(routes)
     try:
         return SamplingParams(**values | fixed)
     except ValueError as error:
         raise as_api_error(error, names) from error
     except TypeError as error:  # a value of the wrong type inside an untyped field
         raise ApiError(400, str(error), code="invalid_value") from error
+
+
+def _routes_of(routes: RoutedExperts) -> NDArray[Any]:
+    """Return the array of a body, (positions, layers, experts per token)."""
+    dtype = np.dtype(routes.dtype).newbyteorder("<")
+    num_bytes = math.prod(routes.shape) * dtype.itemsize
+    if num_bytes != len(routes.data):
+        message = f"has {len(routes.data)} bytes, but this shape and dtype need {num_bytes}"
+        raise bad_request("routed_experts.data", message)
+    return np.frombuffer(routes.data, dtype).reshape(routes.shape)
 
 
 def _asks_nothing(name: str, value: Any) -> bool:

@@ -73,13 +73,14 @@ def _contents(method: str, path: str) -> dict[str, Any]:
         return {"text/html": _TEXT}
     if path == "/metrics":
         return {"text/plain": _TEXT}
-    if path == "/v1/next_token_logprobs":
+    if path in {"/v1/next_token_logprobs", "/v1/hidden_states"}:
         return {"application/vnd.safetensors": _BINARY}
     reply = schemas.REPLIES.get(f"{method} {path}", schemas.Facts)
     contents: dict[str, Any] = {"application/json": {"schema": _ref(reply)}}
     if method == "POST" and path in _STREAMED:
         contents["text/event-stream"] = _TEXT
-    if path == "/v1/loglikelihood":
+        contents["application/vnd.apache.parquet"] = _BINARY
+    if path == "/v1/loglikelihood" or path in _STREAMED:
         contents["application/vnd.apache.arrow.stream"] = _BINARY
     return contents
 

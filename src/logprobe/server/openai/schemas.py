@@ -143,8 +143,17 @@ class FieldLogprob(Shape, kw_only=True):
     grammar_unresolved: float | UnsetType = UNSET
 
 
+class ExpertRoutes(Shape, kw_only=True):
+    """Experts of each token in each layer: an array in C order, little-endian, as base64."""
+
+    shape: list[int]
+    dtype: Literal["uint8", "uint16"]
+    data: str
+
+
 class _ChoiceExtras(Shape, kw_only=True):
     token_ids: Ids | UnsetType = UNSET
+    routed_experts: ExpertRoutes | UnsetType = UNSET
     explain: list[Any] | UnsetType = UNSET
     fields: list[FieldLogprob] | UnsetType | None = UNSET
     tool_call_fields: list[list[FieldLogprob] | None] | UnsetType = UNSET
@@ -289,6 +298,7 @@ class CompletionChoice(_PromptExtras, kw_only=True):
     finish_reason: FinishReason | None
     stop_reason: int | str | None
     token_ids: Ids | UnsetType = UNSET
+    routed_experts: ExpertRoutes | UnsetType = UNSET
     explain: list[Any] | UnsetType = UNSET
     fields: list[FieldLogprob] | UnsetType | None = UNSET
 
@@ -468,6 +478,15 @@ class _Answers(Shape, kw_only=True):
     usage: Usage
 
 
+class FittedLabels(Shape, kw_only=True):
+    """Fitted probabilities of the labels of one prompt, in the order of `labels`."""
+
+    label: str
+    probability: float
+    probs: list[float]
+    label_set: list[str]
+
+
 class Labelled(Shape, kw_only=True):
     """Scores of the labels for one prompt, in the order of `labels`; null if no label is possible."""
 
@@ -481,6 +500,7 @@ class Labelled(Shape, kw_only=True):
     mass: float
     margin: float | None  # nats
     boundary: Literal["token", "bytes"]  # labels are scored as tokens, or as bytes
+    confidence: FittedLabels | UnsetType = UNSET
 
 
 class Labels(_Answers, kw_only=True):

@@ -19,6 +19,7 @@ from logprobe.server.rows import (
     num_field_tokens,
     prompt_extensions,
     reply_extensions,
+    route_extensions,
     stop_reason,
 )
 
@@ -95,12 +96,11 @@ def admit_reply(
     calls = None if tools.form is None else tools.call_format(prompt)
     with named_as_asked(body, is_call=calls is not None):
         params = params_of(body, service.settings, calls, room=room)
-        members = body.field_logprobs == "members"
         generation = Generation(
             service,
             reply_id,
             [(ids, params)],
-            wants_members=members,
+            field_logprobs=body.field_logprobs,
             shows_special=getattr(body, "skip_special_tokens", None) is False,
         )
     is_formed = calls is None and params.response_format is not None
@@ -178,9 +178,10 @@ class ChatShape(ChoicesShape[ChatBody]):
         reason = "tool_calls" if has_called else piece.finish_reason
         is_split = self._splitter.is_split
         found = self._generation.found.get(piece.index)
-        return reason, {"stop_reason": stop_reason(piece)} | ending_extensions(
+        ending = {"stop_reason": stop_reason(piece)} | ending_extensions(
             self._service, self._body, piece, found, channels if is_split else None
         )
+        return reason, ending | route_extensions(self._body, self._generation.outputs[0], piece)
 
     def _chunk(
         self,

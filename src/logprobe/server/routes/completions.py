@@ -18,6 +18,7 @@ from logprobe.server.rows import (
     num_field_tokens,
     prompt_extensions,
     reply_extensions,
+    route_extensions,
     stop_reason,
 )
 from logprobe.text.pieces import TextWalk
@@ -56,13 +57,12 @@ def prepare(body: CompletionBody, service: Service) -> tuple[CompletionBody, lis
     requests = [(prompt.token_ids, _fitting(params, body, prompt, limit)) for prompt in prompts]
     echoes = [b"".join(prompt.parts) for prompt in prompts] if body.echo else []
     with named_as_asked(body):
-        base, members = service.reply_id("cmpl", body.request_id), body.field_logprobs == "members"
         generation = Generation(
             service,
-            base,
+            service.reply_id("cmpl", body.request_id),
             requests,
             echoes,
-            wants_members=members,
+            field_logprobs=body.field_logprobs,
             shows_special=body.skip_special_tokens is False,
         )
         return body, prompts, generation
@@ -128,6 +128,9 @@ class CompletionShape(ChoicesShape[CompletionBody]):
             "finish_reason": piece.finish_reason,
             "stop_reason": stop_reason(piece),
             **choice_extensions(self._body, piece),
+            **route_extensions(
+                self._body, self._generation.outputs[self._generation.prompt_of(piece)], piece
+            ),
             **ending_extensions(self._service, self._body, piece, self._generation.found.get(piece.index)),
         }
 
@@ -136,7 +139,7 @@ class CompletionShape(ChoicesShape[CompletionBody]):
         output = self._generation.outputs[number]
         if self._body.echo:
             self._prepend(choice, self._echo(number))
-            if self._is_unextended(number):
+            if choice["logprobs"] is not None and self._is_unextended(number):
                 _add_empty_entry(choice)
         if piece.index % self._generation.params.n == 0:
             choice |= prompt_extensions(self._service, self._body, output)

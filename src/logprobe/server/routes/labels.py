@@ -114,6 +114,7 @@ def prepare_label(body: LabelBody, service: Service) -> AnswerRequest:
     has_empty = body.correction == "calibrated"
     count = (len(prompts) + has_empty) * body.num_answers
     check_count(service.settings, "max_requests", "labels", count, "texts of labels times prompts")
+    confidence = None if body.confidence is None else service.confidence_named(body.confidence)
     named = labels.texts_of(body.labels)
     texts = [text for texts in named.values() for text in texts]
     empty = [body.content_free] if isinstance(body.content_free, str) else []
@@ -127,6 +128,7 @@ def prepare_label(body: LabelBody, service: Service) -> AnswerRequest:
             body.labels,
             correction=body.correction,
             content_free=body.content_free,
+            confidence=confidence,
             read=lambda messages: _read(messages, body, len(texts), service),
         )
 
@@ -194,7 +196,7 @@ def _admit_answers(
 
 
 def _labelled(one: Classification) -> dict[str, Any]:
-    return {
+    fields = {
         "label": one.label,
         "labels": list(one.labels),
         "num_classes": len(one.labels),
@@ -205,6 +207,15 @@ def _labelled(one: Classification) -> dict[str, Any]:
         "margin": None if len(one.labels) == 1 else one.margin,
         "boundary": one.boundary,
     }
+    if one.confidence is not None:
+        found = one.confidence
+        fields["confidence"] = {
+            "label": found.label,
+            "probability": found.probability,
+            "probs": found.shares.tolist(),
+            "label_set": [*found.label_set],
+        }
+    return fields
 
 
 def _judged(one: Judgement) -> dict[str, Any]:

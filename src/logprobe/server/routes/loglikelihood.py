@@ -6,7 +6,6 @@ Each continuation is one engine request; the context that they share is computed
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,8 +16,8 @@ from logprobe.analysis.score_requests import admit_splits, scored_total
 from logprobe.errors import ParameterError
 from logprobe.records.forms.finite import finite_fields
 from logprobe.server.http.decode import read
-from logprobe.server.http.errors import ApiError, as_api_error, bad_request
-from logprobe.server.http.replies import JSON_TYPE, while_connected
+from logprobe.server.http.errors import as_api_error, bad_request
+from logprobe.server.http.replies import ARROW_TYPE, JSON_TYPE, media_type_of, while_connected
 from logprobe.server.limits import row_entries
 from logprobe.server.openai.bodies import LoglikelihoodBody
 from logprobe.server.openai.prompts import as_ids, check_one_of, check_texts, layout_of, render_messages
@@ -40,14 +39,13 @@ if TYPE_CHECKING:
     from logprobe.text.boundary import BoundaryRule
     from logprobe.transport.messages import Admitted
 
-ARROW_TYPE = "application/vnd.apache.arrow.stream"
 LAYOUT_FIELDS: Final = ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 SCORE_ENTRIES: Final = 32  # cost of one continuation's scores, in entries of a reply
 
 
 async def loglikelihood(request: HttpRequest, service: Service) -> Response:
     """Score continuations: log-probability of each token and of the whole (nats), and normalized scores."""
-    is_arrow = _wants_arrow(request)
+    is_arrow = media_type_of(request, (ARROW_TYPE,)) == ARROW_TYPE
     prepared = await read(request, service, LoglikelihoodBody, prepare)
     admitted = prepared.admitted
     work = service.run_splits(prepared.splits, admitted, prepared.requests, prepared.sampling)
@@ -91,14 +89,6 @@ def _reply(
     if "processed" in info.stages:
         reply["logprobs_info"] = info.to_dict()
     return Response(encode(service, reply), media_type=JSON_TYPE)
-
-
-def _wants_arrow(request: HttpRequest) -> bool:
-    is_wanted = ARROW_TYPE in request.headers.get("accept", "")
-    if is_wanted and find_spec("pyarrow") is None:
-        message = f"Accept: {ARROW_TYPE} needs the extra `arrow` on the server; accept {JSON_TYPE} instead"
-        raise ApiError(406, message)
-    return is_wanted
 
 
 @dataclass(frozen=True, slots=True)

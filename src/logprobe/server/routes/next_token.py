@@ -6,6 +6,7 @@ Each prompt is one engine request; requests from all clients are batched.
 from __future__ import annotations
 
 import asyncio
+import math
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
@@ -39,16 +40,10 @@ async def next_token_logprobs(request: HttpRequest, service: Service) -> Respons
     outputs = service.results(admitted)
     first = await while_connected(request.receive, anext(outputs), service.check_engine)
     dtype = np.dtype(body.dtype)
-    metadata = {"stage": "raw", "unit": "nats", "model": service.name_of(body)}
-    if first.info is not None:  # the same for all rows of a call
-        told = (
-            *("weights", "arithmetic", "logits_dtype", "weight_version", "lora_version"),
-            "logprobe_version",
-        )
-        known = {name: getattr(first.info, name) for name in told}
-        metadata |= {name: value for name, value in known.items() if value is not None}
-    head = table_head((len(admitted), service.vocab_size), dtype, metadata)
-    num_bytes = len(head) + len(admitted) * service.vocab_size * dtype.itemsize
+    metadata = {"stage": "raw", "unit": "nats"} | origin(first, service.name_of(body))
+    shape = len(admitted), service.vocab_size
+    head, num_data_bytes = safetensors_head({"logprobs": shape}, f"F{8 * dtype.itemsize}", metadata)
+    num_bytes = len(head) + num_data_bytes
     service.metrics.bytes_out.inc(num_bytes)
     headers = {"content-type": TYPE, "content-length": str(num_bytes)}
     return StreamedReply(_table(head, first, outputs, dtype), headers, check=service.check_engine)
@@ -75,16 +70,31 @@ def _row_bytes(output: RequestOutput, dtype: np.dtype[Any]) -> bytes:
     return row.astype(dtype, copy=False).tobytes()
 
 
-def table_head(shape: tuple[int, int], dtype: np.dtype[Any], metadata: Mapping[str, str]) -> bytes:
-    """Return the beginning of a safetensors body: the size of the header, and the header.
+def origin(output: RequestOutput, model: str) -> dict[str, str]:
+    """Return what computed an output, for the metadata of a reply; it is the same for all of a call."""
+    if output.info is None:
+        return {"model": model}
+    names = ("weights", "arithmetic", "logits_dtype", "weight_version", "lora_version", "logprobe_version")
+    known = {name: getattr(output.info, name) for name in names}
+    return {"model": model} | {name: value for name, value in known.items() if value is not None}
 
-    `metadata` becomes the header's `__metadata__`.
+
+def safetensors_head(
+    shapes: Mapping[str, tuple[int, ...]], dtype: str, metadata: Mapping[str, str]
+) -> tuple[bytes, int]:
+    """Return the beginning of a safetensors body, and the number of bytes of the tensors that follow.
+
+    The beginning is the size of the header, and the header, whose `__metadata__` is `metadata`. The tensors,
+    with these shapes and this safetensors dtype, follow in the order of `shapes`.
     """
-    num_bytes = shape[0] * shape[1] * dtype.itemsize
-    entry = {"dtype": f"F{8 * dtype.itemsize}", "shape": shape, "data_offsets": (0, num_bytes)}
-    header = msgspec.json.encode({"__metadata__": metadata, "logprobs": entry})
-    header += b" " * (-len(header) % 8)  # align the rows
-    return len(header).to_bytes(8, "little") + header
+    entries, start = {}, 0
+    for name, shape in shapes.items():
+        stop = start + math.prod(shape) * int(dtype[1:]) // 8
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": (start, stop)}
+        start = stop
+    header = msgspec.json.encode({"__metadata__": metadata, **entries})
+    header += b" " * (-len(header) % 8)  # align the tensors
+    return len(header).to_bytes(8, "little") + header, start
 
 
 def prepare(body: NextTokenBody, service: Service) -> tuple[NextTokenBody, list[Admitted]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, get_type_hints
 
+from logprobe.engine.plan.capture import check_capture
 from logprobe.engine.request import check_request
 from logprobe.errors import ParameterError, require
 from logprobe.processors.registry import load_processor
@@ -40,6 +41,8 @@ class Admission:
         """
         limits = self._capabilities
         check_request(request, max_len=limits.max_model_len, vocab_size=limits.vocab_size)
+        if request.params.captures or request.lens is not None:
+            check_capture(request, limits.shape, max_len=limits.max_model_len)
         admitted = Admitted(request, self._stages.admit(request.params))
         self._check_crosses(admitted)
         return admitted

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from logprobe.engine.forward.cpu.attention import AttentionPlan
     from logprobe.engine.forward.cpu.launch import Attend, Operation
     from logprobe.engine.forward.families import ExpertFacts
-    from logprobe.engine.protocol import StepBatch
+    from logprobe.engine.protocol import Capture, StepBatch
     from logprobe.kernels.arrays import Array
     from logprobe.kernels.layers.forms import PanelWeights
     from logprobe.kernels.stages import Stage
@@ -248,7 +248,13 @@ class Decoder:
         return all_attention_paths(pool, prompts)
 
     def __call__(
-        self, token_ids: NDArray[Any], positions: NDArray[Any], plan: AttentionPlan, *, is_long: bool = False
+        self,
+        token_ids: NDArray[Any],
+        positions: NDArray[Any],
+        plan: AttentionPlan,
+        *,
+        is_long: bool = False,
+        capture: Capture | None = None,
     ) -> Array:
         """Run packed tokens; return their final hidden states, (num_tokens, hidden size) float32.
 
@@ -257,12 +263,15 @@ class Decoder:
             positions: (num_tokens,) integers, position of each token in its text.
             plan: KV cache slot of each token, and the context that the token attends to.
             is_long: use the long rotary frequencies (longrope).
+            capture: activations to keep; such a step is not recorded.
         """
         ids, places = (array.astype(np.int64) for array in (token_ids, positions))
-        if self.launches is not None and not self.loras.groups and self.launches.can_run(plan):
-            return self.launches.run(ids, places, plan, is_long=is_long)
+        launches = None if self.loras.groups or capture is not None else self.launches
+        if launches is not None and launches.can_run(plan):
+            return launches.run(ids, places, plan, is_long=is_long)
         step = self.new_step(len(ids), plan.pool)
         step.slots, step.loras = plan.slots, self.loras if self.loras.groups else None
+        step.capture = capture
         self.fill(step, ids, places, is_long=is_long)
         for operation in self.operations(step, partial(_attend_by, plan)):
             operation.run()
@@ -280,6 +289,12 @@ class Decoder:
         if factors.softcap is not None:
             softcap_stage(logits, factors.softcap).run()
         return logits
+
+    def normed(self, hidden: Array) -> Array:
+        """Return the final norm of (rows, hidden size) float32 states."""
+        out = np.empty_like(hidden)
+        self.last_norm.stage(hidden, out).run()
+        return out
 
     def new_step(self, num_rows: int, pool: KVPool) -> Step:
         """Allocate the buffers for a step with `num_rows` rows."""
@@ -341,6 +356,8 @@ class Decoder:
         """Return the operations of a step in order, without running them."""
         operations: list[Operation] = []
         for layer in self.layers:
+            if step.capture is not None and layer.index in step.capture.layers:
+                operations.append(HostOperation(partial(step.capture.keep, layer.index, step.hidden)))
             operations += self._layer_operations(layer, step, attend)
         operations.append(self.last_norm.stage(step.hidden, step.normed))
         return operations
@@ -356,7 +373,8 @@ class Decoder:
             mlp_input, norms = _normed(layer.before_mlp, step.hidden, step.normed)
             operations += norms
         if layer.experts is not None:
-            operations.append(HostOperation(partial(layer.experts.add_, step.hidden, mlp_input)))
+            route = None if step.capture is None else partial(step.capture.route, self._expert_place(layer))
+            operations.append(HostOperation(partial(layer.experts.add_, step.hidden, mlp_input, route)))
         if layer.mlp is not None and layer.shared_gate is not None:
             operations += _shared_expert_operations(layer.mlp, layer.shared_gate, mlp_input, step)
         elif layer.mlp is not None:
@@ -364,6 +382,10 @@ class Decoder:
             operations += _inner_operations(mlp, mlp_input, inner, step)
             operations += self._add_operations(mlp.down, mlp.down_name, inner, layer.after_mlp, step)
         return operations
+
+    def _expert_place(self, layer: Layer) -> int:
+        """Return the number of a layer with experts, counting only such layers."""
+        return sum(before.experts is not None for before in self.layers[: layer.index])
 
     def _attention_operations(self, layer: Layer, x: Array, step: Step, attend: Attend) -> list[Operation]:
         operations: list[Operation] = [*layer.projection.stages(x, step.projected)]

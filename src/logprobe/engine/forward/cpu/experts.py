@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from logprobe.engine.forward.cpu.linear import GatedPanels, Linear
     from logprobe.kernels.arrays import Array
@@ -28,18 +28,22 @@ class Experts:
     num_chosen: int  # experts per token
     normalises: bool  # scale the weights of a token's experts so that they sum to 1
 
-    def add_(self, hidden: Array, x: Array) -> None:
+    def add_(self, hidden: Array, x: Array, route: Callable[[Array], Array] | None = None) -> None:
         """Add the weighted sum of each row's expert outputs to `hidden`, in place.
 
         Args:
             hidden: (M, hidden size) float32.
             x: (M, hidden size) float32, the input of the layer's MLP.
+            route: called with the router's choice, (M, experts per token), most likely first; returns the
+                experts to use. Their weights are still the router's.
         """
         # In float64: float32 functions may round differently in the scalar tail of a vector loop.
         scores = self.router(x).astype(np.float64)
         shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
         shares /= shares.sum(axis=-1, keepdims=True)
         chosen = np.argsort(-shares, axis=-1, kind="stable")[:, : self.num_chosen]
+        if route is not None:
+            chosen = route(chosen)
         weights = np.take_along_axis(shares, chosen, axis=-1)
         if self.normalises:
             weights /= weights.sum(axis=-1, keepdims=True)

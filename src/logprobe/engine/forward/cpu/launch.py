@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from logprobe.engine.forward.cpu.attention import AttentionPlan
     from logprobe.engine.forward.cpu.lora import LoraRows
     from logprobe.engine.forward.kv_cache import KVPool
+    from logprobe.engine.protocol import Capture
     from logprobe.kernels.arrays import Array
 
 MAX_ROWS = 64  # maximum rows of a recorded step
@@ -52,6 +53,7 @@ class Step:
     slots: Array  # (M,) int64
     pool: KVPool
     loras: LoraRows | None = None  # None: no row uses LoRA weights
+    capture: Capture | None = None  # None: no activations are kept
 
     def lora_operations(self, *product: Any, **part: Any) -> list[HostOperation]:
         """Return an operation that calls `LoraRows.add_` with these arguments, in a list.

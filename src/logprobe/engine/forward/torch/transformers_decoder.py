@@ -30,9 +30,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from logprobe.engine.forward.torch.transformers_attention import CurrentStep
-    from logprobe.engine.protocol import StepBatch
+    from logprobe.engine.protocol import Capture, StepBatch
     from logprobe.kernels.arrays import Array
     from logprobe.models.lora import LoraWeights
+
+NO_STATES = (
+    "return_hidden_states: this model's layers have no single hidden state per token; use 'last' instead of "
+    "layer numbers"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +116,7 @@ class TransformersDecoder:
         self._decoder = model.get_submodule(place.path)
         self._head = OutputHead(model, place)
         self._room = LoraRoom(model, self.loras, self._head.model)
+        self._last_norm: nn.Module | None = None  # known after the first step with a capture
 
     @property
     def hidden_size(self) -> int:
@@ -146,7 +152,13 @@ class TransformersDecoder:
         return all_tensor_paths(pool, prompts, self.device)
 
     def __call__(
-        self, token_ids: NDArray[Any], positions: NDArray[Any], plan: TensorPlan, *, is_long: bool = False
+        self,
+        token_ids: NDArray[Any],
+        positions: NDArray[Any],
+        plan: TensorPlan,
+        *,
+        is_long: bool = False,
+        capture: Capture | None = None,
     ) -> Tensor:
         """Run packed tokens; return their final hidden states, (num_tokens, hidden size).
 
@@ -155,12 +167,40 @@ class TransformersDecoder:
             positions: (num_tokens,) integers, position of each token in its text.
             plan: KV cache slot of each token, and the context that the token attends to.
             is_long: use the long rotary frequencies (longrope).
+            capture: activations to keep; gets an error if the model does not return its layers' states.
         """
         self.step.plan, self.step.is_long = plan, is_long
-        out = self._decoder(
-            input_ids=self._row(token_ids), position_ids=self._row(positions), use_cache=False
-        )
-        return self._place.rows(out)[0]
+        inputs = {"input_ids": self._row(token_ids), "position_ids": self._row(positions)}
+        if capture is None:
+            return self._place.rows(self._decoder(**inputs, use_cache=False))[0]
+        with _FinalNorm(self._decoder) as norm:
+            out = self._decoder(**inputs, use_cache=False, output_hidden_states=True)
+        rows = self._place.rows(out)
+        self._last_norm = norm.module_of(rows)
+        states = getattr(out, "hidden_states", None) or ()
+        # Some models have several streams of states, or layers of another width than the last.
+        if len(states) > max(capture.layers) and all(
+            states[layer].shape == rows.shape for layer in capture.layers
+        ):
+            for layer in capture.layers:
+                capture.keep(layer, states[layer][0].float().cpu().numpy())
+        else:
+            capture.errors.append(UnsupportedModelError(NO_STATES))
+        return rows[0]
+
+    def normed(self, hidden: Array) -> Tensor:
+        """Return the final norm of (rows, hidden size) float32 states; only after a step with a capture.
+
+        Raises:
+            UnsupportedModelError: no module returns the final hidden states.
+        """
+        if self._last_norm is None:
+            raise UnsupportedModelError(
+                "logit_lens: this model has no module that only applies the final norm; "
+                "use return_hidden_states"
+            )
+        rows: Tensor = self._last_norm(torch.from_numpy(hidden).to(self.device, self.model.dtype))
+        return rows
 
     def head(self, hidden: Tensor, lora: LoraWeights | None = None) -> Tensor:
         """Return (rows, vocabulary) float32 logits for (rows, hidden size) states; `lora` applies to all."""
@@ -169,6 +209,31 @@ class TransformersDecoder:
 
     def _row(self, numbers: NDArray[Any]) -> Tensor:
         return torch.from_numpy(numbers.astype(np.int64))[None].to(self.device)
+
+
+class _FinalNorm:
+    """Context manager that finds the module which computes a decoder's final hidden states."""
+
+    def __init__(self, decoder: nn.Module) -> None:
+        self._decoder = decoder
+        self._hooks: list[Any] = []
+        self._outputs: list[tuple[nn.Module, Any]] = []  # of modules without submodules, in order
+
+    def __enter__(self) -> Self:
+        leaves = [module for module in self._decoder.modules() if next(module.children(), None) is None]
+        self._hooks = [module.register_forward_hook(self._note) for module in leaves]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _note(self, module: nn.Module, _inputs: Any, output: Any) -> None:
+        self._outputs.append((module, output))
+
+    def module_of(self, rows: Tensor) -> nn.Module | None:
+        """Return the module whose output is `rows`; None if there is none."""
+        return next((module for module, output in reversed(self._outputs) if output is rows), None)
 
 
 class _StandIn(nn.Module):

@@ -27,14 +27,14 @@ from logprobe.kernels.triton.pieces import NUM_PIECES, join
 from logprobe.kernels.triton.products import linear, linear_parts, narrowed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, MutableMapping, Sequence
+    from collections.abc import Callable, Iterator, MutableMapping, Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
 
     from logprobe.engine.forward.config import DecoderSpec
     from logprobe.engine.forward.torch.cuda.plan import StepArrays
-    from logprobe.engine.protocol import StepBatch
+    from logprobe.engine.protocol import Capture, StepBatch
     from logprobe.kernels.arrays import Array
     from logprobe.models.lora import Dense, LoraWeights, LowRank
 
@@ -228,7 +228,13 @@ class CudaDecoder:
 
     @torch.inference_mode()
     def __call__(
-        self, token_ids: NDArray[Any], positions: NDArray[Any], plan: SpanPlan, *, is_long: bool = False
+        self,
+        token_ids: NDArray[Any],
+        positions: NDArray[Any],
+        plan: SpanPlan,
+        *,
+        is_long: bool = False,
+        capture: Capture | None = None,
     ) -> Tensor:
         """Run packed tokens; return their final hidden states, (num_tokens, hidden size) float32.
 
@@ -237,11 +243,13 @@ class CudaDecoder:
             positions: (num_tokens,) integers, position of each token in its text.
             plan: KV cache slot of each token, and the context that the token attends to.
             is_long: use the long rotary frequencies (longrope).
+            capture: activations to keep; such a step is not recorded.
         """
-        if self.graphs is not None and not self.loras.groups and self.graphs.can_run(plan):
-            return self.graphs.run(token_ids, positions, plan, is_long=is_long)
+        graphs = None if self.loras.groups or capture is not None else self.graphs
+        if graphs is not None and graphs.can_run(plan):
+            return graphs.run(token_ids, positions, plan, is_long=is_long)
         arrays = step_arrays(plan, token_ids, positions, self.num_heads, self.num_kv_heads)
-        return self.forward(arrays, plan.pool, is_long=is_long)
+        return self.forward(arrays, plan.pool, is_long=is_long, capture=capture)
 
     @torch.inference_mode()
     def head(self, hidden: Tensor, lora: LoraWeights | None = None) -> Tensor:
@@ -257,10 +265,18 @@ class CudaDecoder:
             logits = torch.tanh(logits.div_(factors.softcap)).mul_(factors.softcap)
         return logits
 
-    def forward(self, step: StepArrays, pool: KVPool, *, is_long: bool) -> Tensor:
+    @torch.inference_mode()
+    def normed(self, hidden: Array) -> Tensor:
+        """Return the final norm of (rows, hidden size) float32 states."""
+        rows = torch.from_numpy(hidden).to(self.device)
+        return norm(rows, self.last_norm, rows)
+
+    def forward(
+        self, step: StepArrays, pool: KVPool, *, is_long: bool, capture: Capture | None = None
+    ) -> Tensor:
         """Run a step whose arrays are on the device; return the final hidden states.
 
-        The host waits for the device only in layers with experts.
+        The host waits for the device only in layers with experts, and for a capture.
         """
         ids, places = step.token_ids.long(), step.positions.long()
         hidden = self._embedded(ids, places)
@@ -276,6 +292,8 @@ class CudaDecoder:
         attended = self._new_pieces(num_rows, self.widths[0])
         norm(hidden, self.layers[0].before_attention, normed)
         for layer in self.layers:
+            if capture is not None and layer.index in capture.layers:
+                capture.keep(layer.index, hidden.cpu().numpy())
             mlp_rows = normed
             if self.spec.is_parallel and layer.before_mlp is not None:
                 mlp_rows = norm(hidden, layer.before_mlp, other)
@@ -291,7 +309,12 @@ class CudaDecoder:
                 )
             is_last = layer.index + 1 == len(self.layers)
             following = None if is_last else self.layers[layer.index + 1].before_attention
-            self._feed_forward(layer, mlp_rows, hidden, following, None if is_last else normed)
+            route = None
+            if capture is not None and layer.experts is not None:
+                route = partial(
+                    capture.route, sum(one.experts is not None for one in self.layers[: layer.index])
+                )
+            self._feed_forward(layer, mlp_rows, hidden, following, None if is_last else normed, route)
         return norm(hidden, self.last_norm, hidden)
 
     def state(self) -> dict[str, Tensor]:
@@ -389,14 +412,20 @@ class CudaDecoder:
         add(parts, bias, hidden, factor=factor, after=after, following=following, out=out)
 
     def _feed_forward(
-        self, layer: Layer, x: Tensor, hidden: Tensor, following: Norm | None, out: Tensor | None
+        self,
+        layer: Layer,
+        x: Tensor,
+        hidden: Tensor,
+        following: Norm | None,
+        out: Tensor | None,
+        route: Callable[[Array], Array] | None,
     ) -> None:
         """Add the output of the MLP or the experts for pieces `x` to the hidden states, in place.
 
-        `following` and `out` are as in `_add`.
+        `following` and `out` are as in `_add`; `route` is as in `_add_experts`.
         """
         if layer.experts is not None:
-            self._add_experts(layer.experts, x, hidden)
+            self._add_experts(layer.experts, x, hidden, route)
         if layer.mlp is not None and layer.shared_gate is None:
             inner = self._gated(*self._product(layer.mlp.inner, x))
             self._add(layer.mlp.down, inner, hidden, following, out, after=layer.after_mlp)
@@ -417,9 +446,18 @@ class CudaDecoder:
         out = self._new_pieces(num_rows, width // (2 if has_values else 1))
         return gate(parts, bias, self.spec.activation, out, has_values=has_values)
 
-    def _add_experts(self, experts: Experts, x: Tensor, hidden: Tensor) -> None:
-        """Add the weighted sum of each row's expert outputs to `hidden`, in order of the experts' numbers."""
-        weights, chosen = experts.router(x).double().softmax(-1).topk(self.spec.experts_per_token)
+    def _add_experts(
+        self, experts: Experts, x: Tensor, hidden: Tensor, route: Callable[[Array], Array] | None
+    ) -> None:
+        """Add the weighted sum of each row's expert outputs to `hidden`, in order of the experts' numbers.
+
+        `route` is called with the router's choice, and returns the experts to use.
+        """
+        shares = experts.router(x).double().softmax(-1)
+        weights, chosen = shares.topk(self.spec.experts_per_token)
+        if route is not None:
+            chosen = torch.from_numpy(route(chosen.cpu().numpy())).to(self.device)
+            weights = shares.gather(-1, chosen)
         if self.spec.normalises_experts:
             weights /= weights.sum(-1, keepdim=True)
         weights = weights.float()
