@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """How an engine runs a model's layers, and how far its log-probabilities are from the reference's.
+    """How an engine runs a model's layers, and how it was verified against the reference model at load.
 
     Every load of the same weights gives the same layout.
     """
