@@ -256,9 +256,9 @@ class WatchedEngine(Engine):
         except AssertionError as error:
             self.world.clock.fail(error)
             raise
-        stats = scheduler
-        self.world.sometimes["draft accepted"] += stats.num_accepted > 0
-        self.world.sometimes["draft rejected"] += stats.num_drafted > stats.num_accepted
+        drafts = scheduler.drafts
+        self.world.sometimes["draft accepted"] += drafts.num_accepted > 0
+        self.world.sometimes["draft rejected"] += drafts.num_drafted > drafts.num_accepted
         self.world.sometimes["reader paused"] += self._num_pauses > 0
         self.world.sometimes["resumed"] += any(
             sample.num_own_slots and sample.num_generated and sample.num_computed < sample.num_tokens - 1
