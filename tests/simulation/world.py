@@ -138,6 +138,9 @@ class WatchedEngine(Engine):
             waited_s = world.clock.now - min(one.admitted_s for one in command.requests)
             world.require(waited_s <= WAKE_S + world.longest_s, f"an idle engine slept for {waited_s:.3f} s")
         events = super().handle(command)
+        if isinstance(command, Abort):
+            held = [one for one in self._swap.held if one.request.request_id == command.request_id]
+            world.require(not held and not self._samples_of(command.request_id), "an aborted request goes on")
         if isinstance(command, TakeWeights):
             world.sometimes["swap waited"] += self._swap.next is not None
         world.sometimes["request held for swap"] += bool(self._swap.held)
