@@ -118,6 +118,25 @@ def test_a_prompt_that_preempts_the_text_it_repeats_finds_the_tokens_of_that_tex
     engine.assert_idle()
 
 
+def test_a_full_cache_takes_slots_from_a_resumed_sample_beyond_the_limit_of_a_step(
+    new_engine: Callable[..., Any],
+) -> None:
+    """The only sample that runs is the largest call's, and would be its own victim."""
+    engine = new_engine(24, max_num_seqs=1)
+    first = engine.submit("first", range(2, 14), call="first", max_tokens=10, **GREEDY)
+    engine.step()
+    engine.engine.handle(Pause("first"))
+    second = engine.submit("second", [20, 21, 22], call="second", max_tokens=12, **GREEDY)
+    while len(second.outputs[0].token_ids) < 4:
+        engine.step()
+    engine.engine.handle(Resume("first"))
+    assert len(engine.scheduler.running) == 2
+    for _ in range(100):
+        engine.step()
+    assert [len(output.outputs[0].token_ids) for output in (first, second)] == [10, 12]
+    engine.assert_idle()
+
+
 @pytest.mark.parametrize("max_num_batched_tokens", [4, 7, 64])
 def test_no_step_runs_more_tokens_than_its_limit(
     new_engine: Callable[..., Any], max_num_batched_tokens: int
