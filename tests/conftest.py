@@ -56,7 +56,7 @@ SHARED: list[LLM] = []  # the models shared by all files of a process
 SLOW = [
     "analysis/auditing", "analysis/baseline", "analysis/datasets", "analysis/distillation",
     "benchmarks", "cli", "clients", "evaluators", "examples", "families", "gpu",
-    "integrations", "release", "sources", "torture", "trainers", "web",
+    "integrations", "release", "simulation", "sources", "torture", "trainers", "web",
     "docs/test_api_page.py", "docs/test_audit_page.py", "docs/test_coming_from.py", "docs/test_pages.py",
     "engine/backends", "engine/forward/cuda", "engine/test_failures.py", "engine/test_healing.py",
     "engine/test_lora_kinds.py", "engine/test_overlap.py", "engine/test_replaced_weights.py",
