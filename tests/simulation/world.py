@@ -197,6 +197,7 @@ class WatchedEngine(Engine):
 
         def counted_preempt(sample: Sample) -> None:
             self.world.sometimes["preempted"] += 1
+            self._started.add(sample)  # perhaps in this same step
             preempt(sample)
 
         def counted_restart() -> None:
