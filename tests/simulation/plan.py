@@ -330,11 +330,11 @@ class _Drawer:
             for _ in range(3):
                 ask = self._ask(settings, has_lora=has_lora)
                 events.append(dataclasses.replace(ask, at=round(at + 1.5, 4)))
-        for _ in range(rng.choice([0, 2])):
+        for _ in range(rng.choice([0, 4])):
             ask = self._ask(settings, has_lora=has_lora)
-            late = round(at + rng.choice([0.001, 0.01, 0.3]), 4)
+            late = round(at + rng.choice([0.001, 0.01, 0.02, 0.3, 0.31]), 4)
             events.append(dataclasses.replace(ask, at=late))
-            if rng.random() < 0.5:
+            if rng.random() < 0.8:
                 left = round(late + rng.choice([0.0005, 0.01]), 4)
                 events.append(
                     rng.choice([Leave(at=left, name=ask.name), Control(at=left, do="abort", name=ask.name)])
