@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from logprobe.llm import LLM
     from logprobe.records.store.columns import Array
 
-TOLERANCE: Final = 0.003
+TOLERANCE: Final = 0.001
 """Mean difference in nats up to which a reply matches; see docs/audit.md for how it was chosen."""
 MAX_FILE_BYTES: Final = 1 << 30
 
