@@ -17,12 +17,13 @@ if TYPE_CHECKING:
     from logprobe.analysis.baseline.models import Baseline as Baseline
     from logprobe.analysis.baseline.models import compare_with_baseline as compare_with_baseline
     from logprobe.analysis.baseline.models import save_baseline as save_baseline
+    from logprobe.analysis.classification import Classification as Classification
+    from logprobe.analysis.classification import Confidence as Confidence
     from logprobe.analysis.comparison import Acceptance as Acceptance
     from logprobe.analysis.comparison import Comparison as Comparison
     from logprobe.analysis.comparison import compare as compare
     from logprobe.analysis.comparison import compare_stored as compare_stored
     from logprobe.analysis.comparison import compare_with_stored as compare_with_stored
-    from logprobe.analysis.confidence import Confidence as Confidence
     from logprobe.analysis.confidence import FittedConfidence as FittedConfidence
     from logprobe.analysis.confidence import calibrate as calibrate
     from logprobe.analysis.datasets.run import Summary as Summary
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from logprobe.analysis.distillation.run import DistilSummary as DistilSummary
     from logprobe.analysis.distillation.run import distil as distil
     from logprobe.analysis.distillation.settings import DistilSettings as DistilSettings
-    from logprobe.analysis.labels import Classification as Classification
     from logprobe.analysis.labels import Judgement as Judgement
     from logprobe.analysis.lens import LogitLens as LogitLens
     from logprobe.analysis.masked import MaskedLM as MaskedLM
@@ -63,9 +63,9 @@ _HOMES = {
     "Acceptance": ".comparison",
     "AuditReport": ".auditing.report",
     "Baseline": ".baseline.models",
-    "Classification": ".labels",
+    "Classification": ".classification",
     "Comparison": ".comparison",
-    "Confidence": ".confidence",
+    "Confidence": ".classification",
     "ConformanceReport": ".auditing.conformance",
     "DataSettings": ".datasets.settings",
     "DistilSettings": ".distillation.settings",

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 import numpy as np
 
+from logprobe.analysis.scorer import Scorer
 from logprobe.errors import InputError, require
 from logprobe.records.digests import NUM_BYTES, STEP, codes_of, digest_ids, read_digests
 from logprobe.records.info import LogprobsInfo  # noqa: TC001 - msgspec reads the annotation
@@ -16,12 +17,19 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from logprobe.llm import LLM
     from logprobe.records.store.columns import Array
 
 TOLERANCE: Final = 0.001
 """Mean difference in nats up to which a reply matches; see docs/audit.md for how it was chosen."""
 MAX_FILE_BYTES: Final = 1 << 30
+
+
+class LoraScorer(Scorer, Protocol):
+    """A `Scorer` whose LoRA adapter can be chosen; `LLM` is one."""
+
+    def with_lora(self, name: str | None) -> Scorer:
+        """Return the model with a LoRA adapter, or without one."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +46,8 @@ class Verification:
 
     @property
     def is_match(self) -> bool:
-        """True if the mean difference is within the tolerance."""
-        return self.mean_difference <= self.tolerance
+        """True if the mean difference is within the tolerance, or there are no tokens."""
+        return not self.mean_difference > self.tolerance
 
     def __str__(self) -> str:
         return (
@@ -78,7 +86,7 @@ class _Claim:
     info: LogprobsInfo
 
 
-def verify(llm: LLM, replies: Any, *, tolerance: float = TOLERANCE) -> list[Verification]:
+def verify(llm: LoraScorer, replies: Any, *, tolerance: float = TOLERANCE) -> list[Verification]:
     """Compute the rows of replies again, and compare them with the replies' digests.
 
     Args:

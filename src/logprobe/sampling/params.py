@@ -83,7 +83,7 @@ class SamplingParams:
         repetition_penalty: divide positive logits, and multiply negative ones, of tokens in the prompt or
             completion by this.
         presence_penalty: subtract this from the logits of generated tokens, in [-2, 2].
-        frequency_penalty: subtract this from them for each time they were generated, in [-2, 2].
+        frequency_penalty: subtract this once for each time a token was generated, in [-2, 2].
         logit_bias: token id → nats added to its logit.
         allowed_token_ids: the only token ids that may be sampled.
         bad_words: texts that must not be generated, with or without a leading space; at most 256 characters
@@ -91,16 +91,16 @@ class SamplingParams:
         response_format: OpenAI's `text`, `json_object` or `json_schema`; also `regex`, `choice`, `ebnf`,
             each with a value of the same name (extra `grammar`).
         logits_processors_args: arguments of the logits processors that the engine was started with.
-        lora: name of the LoRA weights to use (`None`: the base model).
+        lora: name of the LoRA adapter to use (`None`: the base model).
         routed_experts: the experts to use in each layer of a mixture of experts, instead of those that the
             router chooses: an integer array (positions, layers with experts, experts per token) for the first
             positions of the text, such as `RequestOutput.replayed_experts`. Weights of experts are still the
             router's.
         logprobs: number of alternatives per generated token, in addition to the chosen token (`None`: off;
             0: the chosen token only; -1: the whole vocabulary).
-        prompt_logprobs: number of alternatives per prompt token, as for `logprobs`. They are raw, or with
-            `processed_logprobs` at the temperature, the only parameter that applies to prompts (0 counts as
-            1).
+        prompt_logprobs: number of alternatives per prompt token, as for `logprobs`. They are raw; with
+            `processed_logprobs`, the temperature is applied, the only sampling parameter that affects prompts
+            (0 counts as 1).
         logprob_token_ids: report these ids, with their ranks, at every reported position. A list of lists
             gives the ids of each position: with `prompt_logprobs` one list per prompt token (empty for the
             first, which has no prediction), otherwise one list per generated token; positions after the last
@@ -168,7 +168,7 @@ class SamplingParams:
         self._check_processors()
 
     def _normalise(self) -> None:
-        """Replace every value by a copy of its annotated type that can be sent to other processes."""
+        """Replace every value with a copy of its annotated type that can be sent to other processes."""
         normal: dict[str, object] = {}
         for name in ("n", "best_of", "max_tokens", "min_tokens", "top_k", "seed", *COUNTS):
             value = getattr(self, name)
