@@ -132,7 +132,7 @@ class CacheConfig:
 
     Args:
         kv_cache_memory_bytes: size of the KV cache, including its hidden states, in bytes; `None`: a quarter
-            of the memory that the weights leave free, at most 1 GiB; on a GPU 70 % of it.
+            of the memory that the weights leave free, at most 1 GiB; on a GPU, 70 % of that memory.
         kv_cache_dtype: dtype of cached keys and values: `float32` (`auto` means the same), or on a GPU
             `bfloat16` (half the memory, less accurate).
     """
@@ -191,8 +191,8 @@ class ParallelConfig:
     Args:
         process: run the engine in a separate process, so that it does not share an interpreter with this one.
         data_parallel_size: number of engine processes, each with its share of the threads and a KV cache of
-            `kv_cache_memory_bytes` (`None`: the quarter is shared by all); each request runs on one of
-            them. 2 or more imply `process`.
+            `kv_cache_memory_bytes` (`None`: together, the caches get a quarter of the free memory); each
+            request runs on one of them. 2 or more imply `process`.
     """
 
     process: bool = False
@@ -228,7 +228,7 @@ class LoadConfig:
 
 
 class EngineSettings(TypedDict, total=False):
-    """The keywords of `EngineConfig` but `model`, for type checkers."""
+    """The keywords of `EngineConfig` except `model`, for type checkers."""
 
     device: str | torch.device
     dtype: str | torch.dtype

@@ -48,9 +48,9 @@ ROUNDING: Final = 2.0**-24  # rounding error of float32 probabilities
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Acceptance:
-    """Acceptance rate of speculative decoding, Σ min(p, q), with either model as the draft.
+    """Acceptance rate of speculative decoding if one model drafts for the other.
 
-    See Leviathan et al. 2023.
+    It is Σ min(p, q), where p and q are the two models' distributions (Leviathan et al. 2023).
     """
 
     mean: float  # expected share of draft tokens that are accepted
@@ -81,8 +81,8 @@ class Acceptance:
 class Comparison:
     """Comparison of the logprobs, in nats, that two models give the same texts.
 
-    A position is a token or, if the vocabularies differ, a word; `kl`, `agreement` and the ratios are then
-    None.
+    A position is a token or, if the vocabularies differ, a word. In the latter case only `delta`, `bias` and
+    `bits_per_byte` are available; the other measures are None.
     """
 
     unit: str  # what a position is: "token" or "word"

@@ -77,7 +77,7 @@ class LoadFlags:
         int | None,
         _model(
             help="Size of the KV cache in bytes; by default a quarter of the memory that the weights leave "
-            "free, at most 1 GiB; on a GPU 70 % of it.",
+            "free, at most 1 GiB; on a GPU, 70 % of that memory.",
         ),
     ] = None
     weights: Annotated[
@@ -102,7 +102,7 @@ class ModelFlags(LoadFlags, _NamedModel):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineFlags(LoadFlags):
-    """All fields of `EngineConfig` but `model`."""
+    """All fields of `EngineConfig` except `model`."""
 
     max_model_len: Annotated[
         int | None, _model(help="Maximum sequence length in tokens; by default the model's context.")

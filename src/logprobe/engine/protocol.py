@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """How an engine runs a model's layers, and how far its log-probabilities are from the reference's.
+    """How an engine runs a model's layers, and how it was verified against the reference model at load.
 
     Every load of the same weights gives the same layout.
     """
@@ -175,15 +175,12 @@ class EngineStats:
                 durations[name] = durations.get(name, Durations()) + lasted
             for name, counter in part.processors.items():
                 processors[name] = processors.get(name, ProcessorCounter()) + counter
-        by_position = {
-            name: [
-                sum(column) for column in zip_longest(*(getattr(part, name) for part in parts), fillvalue=0)
-            ]
-            for name in ("drafted_by_position", "accepted_by_position")
-        }
+        drafted = zip_longest(*(part.drafted_by_position for part in parts), fillvalue=0)
+        accepted = zip_longest(*(part.accepted_by_position for part in parts), fillvalue=0)
         return cls(
             **{name: sum(getattr(part, name) for part in parts) for name in counts},
-            **by_position,
+            drafted_by_position=[*map(sum, drafted)],
+            accepted_by_position=[*map(sum, accepted)],
             seconds=dict(seconds),
             processors=processors,
             is_up=any(part.is_up for part in parts),

@@ -15,9 +15,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from logprobe.engine.forward.cpu.attention import all_attention_paths, attend, plan_attention
-from logprobe.engine.forward.cpu.experts import Experts
 from logprobe.engine.forward.cpu.launch import MAX_ROWS, HostOperation, Launches, Step
-from logprobe.engine.forward.cpu.linear import HALVES, GatedPanels, Linear, embedded, split_columns, state_of
+from logprobe.engine.forward.cpu.linear import (
+    HALVES,
+    Experts,
+    GatedPanels,
+    Linear,
+    embedded,
+    split_columns,
+    state_of,
+)
 from logprobe.engine.forward.cpu.lora import LoraRows
 from logprobe.engine.forward.families import FAMILIES
 from logprobe.engine.forward.kv_cache import KVPool
