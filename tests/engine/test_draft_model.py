@@ -204,6 +204,28 @@ def test_a_draft_must_be_the_likelier_the_more_it_costs(tiny_model_folder: Path,
         )
 
 
+def test_metrics_count_drafts_by_their_place(
+    tiny_model_folder: Path, new_serving: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import httpx
+
+    from logprobe.server import ServerSettings
+
+    monkeypatch.setattr("logprobe.engine.draft_model.DraftModel.least_chance", lambda *_: 0.0)
+    with (
+        LLM(str(tiny_model_folder), speculate=f"model:{tiny_model_folder}", **SMALL) as llm,
+        new_serving(llm, ServerSettings()) as (url, _),
+    ):
+        body = {"prompt": TEXT, "max_tokens": 20, "seed": 1, "ignore_eos": True}
+        assert httpx.post(f"{url}/v1/completions", json=body, timeout=60).status_code == 200
+        lines = httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
+        counts = llm.engine.stats().accepted_by_position
+        assert httpx.get(f"{url}/v1/capabilities", timeout=60).json()["draft_model"]
+    found = [line for line in lines if line.startswith("logprobe_accepted_tokens_by_position_total{")]
+    assert [float(line.split()[-1]) for line in found] == counts
+    assert counts[0] > 0
+
+
 @pytest.mark.parametrize("value", ["smollm2", "model:", "model: ", 1, None, "yes"])
 def test_another_value_is_refused(value: Any) -> None:
     with pytest.raises(ParameterError, match="lookup") as caught:
