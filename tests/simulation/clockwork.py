@@ -114,7 +114,8 @@ class Clockwork:
         self.idents = itertools.count(1)
         self.threads: list[SimThread] = []
         self.failure: BaseException | None = None
-        self.is_over = False  # only objects that are collected may still call
+        self.is_over = False  # only what a failure has left may still call
+        self.loops: list[Loop] = []
         self.digest = 0
         self.num_turns = 0
         self._reaper: SimThread | None = None  # waits until a killed thread has ended
@@ -208,6 +209,8 @@ class Clockwork:
         while len(self.threads) > 1:
             self._reap(self.threads[-1])
         self.is_over = True
+        for loop in self.loops:
+            loop.end()
 
     def _pass_on(self) -> None:
         me = self.current
@@ -468,6 +471,7 @@ class Loop(asyncio.BaseEventLoop):
     def __init__(self, world: Clockwork) -> None:
         super().__init__()
         self._world = world
+        world.loops.append(self)
         self._selector = self  # `select` below is all that the base class needs
         self._thread: SimThread | None = None  # while it waits
         self.set_exception_handler(lambda *_: None)  # tasks that a failure leaves
@@ -476,7 +480,7 @@ class Loop(asyncio.BaseEventLoop):
         return self._world.now
 
     def select(self, timeout: float | None) -> list[Any]:
-        if timeout == 0:
+        if timeout == 0 or self._world.is_over:
             self._world.point("loop")
             return []
         self._thread = self._world.current
@@ -485,6 +489,21 @@ class Loop(asyncio.BaseEventLoop):
         finally:
             self._thread = None
         return []
+
+    def end(self) -> None:
+        """Cancel the tasks that a failure has left, give them some turns to end, and close the loop."""
+        if self.is_closed():
+            return
+        tasks = asyncio.all_tasks(self)
+        self.call_soon(self._count_down, 100 if tasks else 0)
+        for task in tasks:
+            task.cancel()
+        self._stopping = False
+        self.run_forever()
+        self.close()
+
+    def _count_down(self, num_turns: int) -> None:
+        self.call_soon(self._count_down, num_turns - 1) if num_turns else self.stop()
 
     def _process_events(self, _: Any) -> None:
         """There are no files to watch."""

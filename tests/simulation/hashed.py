@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 VOCAB_SIZE, EOS = 258, 257
 LETTERS = np.arange(97, 105)  # the tokens that have a chance
 CONTEXT_LEN = 40
-NUM_POISONED = 61  # one in so many rows of poisoned weights is NaN
+NUM_POISONED = 31  # one in so many rows of poisoned weights is NaN
 ODD, SHIFT = np.uint64(0x9E3779B97F4A7C15), np.uint64(29)
 
 
@@ -141,7 +141,7 @@ class HashedForward:
         logits = 2 * noise - 12
         few = LETTERS[: self.letters]
         logits[:, few] += 10 + 3 * habits[:, few]
-        logits[:, EOS] += 10
+        logits[:, EOS] += 8.5
         if self.weights < 0:
             logits[states % np.uint64(NUM_POISONED) == 0] = np.nan
         return logits

@@ -154,18 +154,15 @@ MUTATIONS = (
         "        return None",
     ),
     Mutation(
-        "tokens that a preempted sample leaves are planned again (a fault that was found)",
-        SCHEDULER,
-        "if self.num_preempted > num_preempted and not sample.has_tail:",
-        "if False:",
-    ),
-    Mutation(
         "requests whose readers never began are kept (a fault that was found)",
         "engine/front.py",
         "                if is_unread:\n",
         "                if False and is_unread:\n",
     ),
 )
+
+
+NOTHING = Mutation("nothing", "engine/__init__.py", "", "")
 
 
 def main() -> int:
@@ -178,6 +175,8 @@ def main() -> int:
     chosen = [
         one for one in MUTATIONS if not options.names or any(part in one.name for part in options.names)
     ]
+    seconds, found = time_to_find(NOTHING, options.seed)
+    assert not found, f"the engine as it is fails: {found}"
     lines, num_missed = ["| fault | seconds | found as |", "|---|---|---|"], 0
     for mutation in chosen:
         seconds, found = time_to_find(mutation, options.seed)
@@ -197,7 +196,8 @@ def time_to_find(mutation: Mutation, seed: int) -> tuple[float, str]:
         shutil.copytree(ROOT / "src/logprobe", package, ignore=shutil.ignore_patterns("__pycache__"))
         file = package / mutation.file
         text = file.read_text()
-        assert text.count(mutation.old) == 1, f"{mutation.name}: {text.count(mutation.old)} places"
+        is_one = mutation is NOTHING or text.count(mutation.old) == 1
+        assert is_one, f"{mutation.name}: {text.count(mutation.old)} places"
         file.write_text(text.replace(mutation.old, mutation.new))
         command = [sys.executable, "-m", "simulation", "--no-shrink", "--seconds", str(LIMIT_S)]
         env = os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT / 'tests'}"}

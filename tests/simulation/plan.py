@@ -160,8 +160,12 @@ class _Drawer:
     def plan(self, fixed: dict[str, Any]) -> Plan:
         rng = self._rng
         has_twins = rng.random() < 0.2
-        twins = {"letters": 1, "num_slots": rng.choice([12, 16, 24])} if has_twins else {}
-        settings = self._settings(twins | fixed)
+        twins = {
+            "letters": 1,
+            "num_slots": rng.choice([16, 24, 32]),
+            "max_num_batched_tokens": rng.choice([3, 4, 6]),
+        }
+        settings = self._settings((twins if has_twins else {}) | fixed)
         events: list[Event] = []
         kinds = [
             kind for kind in ("lora", "swap", "control", "leave", "fault", "close") if rng.random() < 0.45
@@ -183,7 +187,7 @@ class _Drawer:
         if "leave" in kinds:
             events += [Leave(at=self._at(), name=rng.choice(self._names)) for _ in range(rng.randint(1, 5))]
         if "fault" in kinds:
-            events += [self._fault(settings) for _ in range(rng.randint(1, 3))]
+            events += [self._fault(settings) for _ in range(rng.randint(1, 4))]
         if "close" in kinds and rng.random() < 0.7:
             events.append(Close(at=self._at(), drains=rng.random() < 0.5, again=rng.random() < 0.7))
         events.sort(key=lambda event: event.at)
@@ -192,7 +196,7 @@ class _Drawer:
     def _settings(self, fixed: dict[str, Any]) -> Settings:
         rng = self._rng
         drawn: dict[str, Any] = {
-            "num_replicas": rng.choice([0, 0, 0, 1, 2]),
+            "num_replicas": rng.choice([0, 0, 1, 2]),
             "num_slots": rng.choice([8, 12, 16, 16, 24, 24, 32, 48, 64]),
             "max_num_batched_tokens": rng.choice([1, 3, 8, 16, 64]),
             "max_num_seqs": rng.choice([1, 2, 4, 8]),
@@ -200,7 +204,7 @@ class _Drawer:
             "speculate": rng.random() < 0.4,
             "letters": rng.choice([1, 2, 3, 8]),
             "rope_boundary": rng.choice([None, None, None, 9, 14]),
-            "is_poisoned": rng.random() < 0.1,
+            "is_poisoned": rng.random() < 0.2,
             "eagerness": rng.choice([0.02, 0.2, 0.5]),
             "step_s": rng.choice([0.0, 0.002, 0.01]),
             "high_water": rng.choice([4, 1000]),
@@ -275,12 +279,12 @@ class _Drawer:
         """Requests whose prompts begin, or go on with, what others generate, in too small a cache."""
         rng, events = self._rng, []
         params = {"max_tokens": 30, "temperature": 0, "seed": 0, "ignore_eos": True}
-        for _ in range(rng.choice([3, 6])):
+        for _ in range(rng.choice([4, 8])):
             self._names.append(f"ask{len(self._names)}")
             ask = Ask(
                 at=self._at(),
                 name=self._names[-1],
-                prompts=((97,) * rng.choice([2, 4, 8, 11]),),
+                prompts=(rng.choice([(97,) * 2, (97,) * rng.randint(4, 14), (98,), (99,)]),),
                 params=params | {"n": rng.choice([1, 1, 2])},
                 streams=True,
                 buffer_rows=rng.choice([1, 3, 64]),
@@ -349,7 +353,7 @@ class _Drawer:
         rng = self._rng
         kinds = ["run", "head", "to_host", "slow"]
         if settings.num_replicas:
-            kinds += ["kill", "kill", "drop", "freeze", "cut", "cut-back"]
+            kinds += ["kill", "drop", "drop", "freeze", "freeze", "cut", "cut-back"]
         what = rng.choice(kinds)
         seconds = {"slow": [0.5, 3.0, 40.0], "freeze": [0.5, 3.0, 40.0]}.get(what, [0.0])
         replica = rng.randrange(max(settings.num_replicas, 1))

@@ -138,6 +138,9 @@ class WatchedEngine(Engine):
             waited_s = world.clock.now - min(one.admitted_s for one in command.requests)
             world.require(waited_s <= WAKE_S + world.longest_s, f"an idle engine slept for {waited_s:.3f} s")
         events = super().handle(command)
+        if isinstance(command, Abort):
+            held = [one for one in self._swap.held if one.request.request_id == command.request_id]
+            world.require(not held and not self._samples_of(command.request_id), "an aborted request goes on")
         if isinstance(command, TakeWeights):
             world.sometimes["swap waited"] += self._swap.next is not None
         world.sometimes["request held for swap"] += bool(self._swap.held)
@@ -256,9 +259,9 @@ class WatchedEngine(Engine):
         except AssertionError as error:
             self.world.clock.fail(error)
             raise
-        stats = scheduler
-        self.world.sometimes["draft accepted"] += stats.num_accepted > 0
-        self.world.sometimes["draft rejected"] += stats.num_drafted > stats.num_accepted
+        drafts = scheduler.drafts
+        self.world.sometimes["draft accepted"] += drafts.num_accepted > 0
+        self.world.sometimes["draft rejected"] += drafts.num_drafted > drafts.num_accepted
         self.world.sometimes["reader paused"] += self._num_pauses > 0
         self.world.sometimes["resumed"] += any(
             sample.num_own_slots and sample.num_generated and sample.num_computed < sample.num_tokens - 1
@@ -271,6 +274,7 @@ class WatchedFront(Front):
 
     def __init__(self, core: Any, world: World) -> None:
         self._world = world
+        self._num_late: Counter[str] = Counter()  # rows that came after a pause, by request
         super().__init__(core, text_edge().vocabulary)
 
     def _publish(self, events: Iterable[Event]) -> None:
@@ -282,10 +286,14 @@ class WatchedFront(Front):
             self._world.require(
                 not is_old, f"{event.request_id}: old weights after the swap was acknowledged"
             )
+        for event in events:
+            inbox = self._streams._inboxes.get(event.request_id)
+            is_late = inbox is not None and inbox.published and isinstance(event, Delta)
+            late = self._num_late[event.request_id] + len(event.token_ids) if is_late else 0
+            self._num_late[event.request_id] = late
+            most = MAX_LATE_STEPS * self._world.most_rows(event.request_id)
+            self._world.require(late <= most, f"{late} rows for {event.request_id} while it was paused")
         super()._publish(events)
-        for inbox in list(self._streams._inboxes.values()):
-            most = inbox.buffer_size + MAX_LATE_STEPS * self._world.most_rows(inbox.req_id)
-            self._world.require(inbox.num_rows <= most, f"{inbox.num_rows} rows wait for {inbox.req_id}")
 
 
 class World:

@@ -92,31 +92,48 @@ def test_generated_tokens_are_known_to_the_next_request(new_engine: Callable[...
     assert engine.forward.num_tokens_run == num_run + 1  # the last generated token was never run
 
 
-def test_a_prompt_that_preempts_the_text_it_continues_finds_the_tokens_of_that_text(
+def test_a_prompt_that_preempts_the_text_it_repeats_finds_the_tokens_of_that_text(
     new_engine: Callable[..., Any], assert_same: Callable[..., None]
 ) -> None:
-    """The preempted text enters the tree between the search for the prompt's prefix and its insertion."""
-    engine = new_engine(20, max_num_batched_tokens=64, max_num_seqs=8)
-    text = engine.submit("text", [5, 6], max_tokens=12, **GREEDY)
+    """A preempted text enters the tree between the search for the prompt's tokens and their insertion."""
+    engine = new_engine(32, max_num_batched_tokens=4, max_num_seqs=8)
+    text = engine.submit("text", [5, 6], max_tokens=14, **GREEDY)
     for index in range(2):
         engine.submit(f"r{index}", [20 + index], max_tokens=16, **GREEDY)
-    while len(text.outputs[0].token_ids) < 4:
+    while len(text.outputs[0].token_ids) < 8:
         engine.step()
     engine.engine.handle(Pause("text"))
-    num_available = engine.scheduler.num_available
-    known = [5, 6, *text.outputs[0].token_ids[:3]]
-    # It fits as it starts, but the two that decode take their slots first.
-    ids = [*known, *range(40, 40 + num_available - 1 - (len(known) - 2))]
-    longer = engine.submit("longer", ids, max_tokens=1, prompt_logprobs=2, **GREEDY)
-    engine.step()
-    assert engine.scheduler.num_preempted == 1
+    # Just enough slots to start; but the two that decode take half of them while the prompt runs in chunks.
+    ids = [5, 6, *text.outputs[0].token_ids][: engine.scheduler.num_available + 1]
+    longer = engine.submit("longer", ids, max_tokens=1, logprobs=2, **GREEDY)
+    while not engine.scheduler.num_preempted:
+        engine.step()
     engine.engine.handle(Resume("text"))
     engine.run()
     alone = new_engine(400)
-    want = alone.submit("alone", ids, max_tokens=1, prompt_logprobs=2, **GREEDY)
+    want = alone.submit("alone", ids, max_tokens=1, logprobs=2, **GREEDY)
     alone.run()
     assert_same(longer, want)
-    assert len(text.outputs[0].token_ids) == 12
+    assert len(text.outputs[0].token_ids) == 14
+    engine.assert_idle()
+
+
+def test_a_full_cache_takes_slots_from_a_resumed_sample_beyond_the_limit_of_a_step(
+    new_engine: Callable[..., Any],
+) -> None:
+    """The only sample that runs is the largest call's, and would be its own victim."""
+    engine = new_engine(24, max_num_seqs=1)
+    first = engine.submit("first", range(2, 14), call="first", max_tokens=10, **GREEDY)
+    engine.step()
+    engine.engine.handle(Pause("first"))
+    second = engine.submit("second", [20, 21, 22], call="second", max_tokens=12, **GREEDY)
+    while len(second.outputs[0].token_ids) < 4:
+        engine.step()
+    engine.engine.handle(Resume("first"))
+    assert len(engine.scheduler.running) == 2
+    for _ in range(100):
+        engine.step()
+    assert [len(output.outputs[0].token_ids) for output in (first, second)] == [10, 12]
     engine.assert_idle()
 
 

@@ -350,7 +350,7 @@ class Scheduler:
     def _make_room(self, count: int, sample: Sample, plan: StepPlan) -> int:
         """Free slots for a sample until `count` are free, if possible; return the number of free slots."""
         while self.num_available < count:
-            giver = self._youngest_paused() or self.shares.gives_room(self.running, plan.touched)
+            giver = self._youngest_idle() or self.shares.gives_room(self.running, plan.touched)
             if giver is sample or giver in plan.touched:
                 break
             self._preempt(giver)
@@ -382,6 +382,11 @@ class Scheduler:
             self.pool.free(tail)
         self.tree.unlock(sample.node)
         sample.drop_slots()
+
+    def _youngest_idle(self) -> Sample | None:
+        """Return the youngest sample that is not run: a paused one, or one beyond the limit of a step."""
+        active = [sample for sample in self.running if not sample.is_paused]
+        return self._youngest_paused() or (active[-1] if len(active) > self.max_running else None)
 
     def _youngest_paused(self) -> Sample | None:
         return next((sample for sample in reversed(self.running) if sample.is_paused), None)
