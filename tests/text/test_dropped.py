@@ -207,9 +207,7 @@ def test_a_part_that_says_more_than_text_is_refused(laid_out: Any) -> None:
 
 def test_a_conversation_that_would_need_many_trials_is_refused_before_them(laid_out: Any) -> None:
     messages = [ASK | {"mood": 1}] * (MAX_TRIALS + 1)
-    with pytest.raises(
-        ParameterError, match=f"messages: .*: {MAX_TRIALS + 1} checks, at most {MAX_TRIALS}"
-    ):
+    with pytest.raises(ParameterError, match=f"messages: .*: {MAX_TRIALS + 1} checks, at most {MAX_TRIALS}"):
         laid_out(WHOLE, messages)
 
 
