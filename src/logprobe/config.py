@@ -111,6 +111,10 @@ def _check_count(config: object, *names: str) -> None:
         require(_is_int(value) and value > 0, name, f"must be a positive integer, got {value!r}")
 
 
+SPECULATE: Final = {"lookup": True, "off": False}
+DRAFT_MODEL: Final = "model:"
+
+
 def _check_switch(config: object, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
@@ -128,7 +132,7 @@ class CacheConfig:
 
     Args:
         kv_cache_memory_bytes: size of the KV cache, including its hidden states, in bytes; `None`: a quarter
-            of the memory that the weights leave free, at most 1 GiB; on a GPU 70 % of it.
+            of the memory that the weights leave free, at most 1 GiB; on a GPU, 70 % of that memory.
         kv_cache_dtype: dtype of cached keys and values: `float32` (`auto` means the same), or on a GPU
             `bfloat16` (half the memory, less accurate).
     """
@@ -153,18 +157,30 @@ class SchedulerConfig:
         max_num_seqs: maximum number of requests that run at once.
         async_scheduling: run the next step while the results of the last one are copied and delivered;
             results are the same.
-        speculate: guess the next tokens of a text that repeats itself or its prompt, and verify several in
-            one step; tokens, seeds and results are the same.
+        speculate: guess the next tokens, and verify several in one step; tokens, seeds and results are the
+            same. True or `lookup` takes the guesses from repetitions in the text; `model:NAME` also takes
+            them from a second, smaller model with the same tokenizer; False or `off` guesses nothing.
     """
 
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 64
     async_scheduling: bool = False
-    speculate: bool = False
+    speculate: bool | str = False
 
     def __post_init__(self) -> None:
         _check_count(self, "max_num_batched_tokens", "max_num_seqs")
-        _check_switch(self, "async_scheduling", "speculate")
+        _check_switch(self, "async_scheduling")
+        if isinstance(self.speculate, str) and self.speculate in SPECULATE:
+            object.__setattr__(self, "speculate", SPECULATE[self.speculate])
+        is_name = isinstance(self.speculate, str) and self.speculate.removeprefix(DRAFT_MODEL).strip()
+        is_model = is_name and str(self.speculate).startswith(DRAFT_MODEL)
+        remedy = "must be True, False, lookup, off, or model: and the name of a draft model"
+        require(isinstance(self.speculate, bool) or is_model, "speculate", remedy, got=self.speculate)
+
+    @property
+    def draft_model(self) -> str | None:
+        """Name of the draft model; None if there is none."""
+        return self.speculate.removeprefix(DRAFT_MODEL) if isinstance(self.speculate, str) else None
 
 
 @strict_keywords
@@ -175,8 +191,8 @@ class ParallelConfig:
     Args:
         process: run the engine in a separate process, so that it does not share an interpreter with this one.
         data_parallel_size: number of engine processes, each with its share of the threads and a KV cache of
-            `kv_cache_memory_bytes` (`None`: the quarter is shared by all); each request runs on one of
-            them. 2 or more imply `process`.
+            `kv_cache_memory_bytes` (`None`: together, the caches get a quarter of the free memory); each
+            request runs on one of them. 2 or more imply `process`.
     """
 
     process: bool = False
@@ -212,7 +228,7 @@ class LoadConfig:
 
 
 class EngineSettings(TypedDict, total=False):
-    """The keywords of `EngineConfig` but `model`, for type checkers."""
+    """The keywords of `EngineConfig` except `model`, for type checkers."""
 
     device: str | torch.device
     dtype: str | torch.dtype
@@ -229,7 +245,7 @@ class EngineSettings(TypedDict, total=False):
     max_num_batched_tokens: int
     max_num_seqs: int
     async_scheduling: bool
-    speculate: bool
+    speculate: bool | str
     parallel_config: ParallelConfig
     process: bool
     data_parallel_size: int

@@ -168,7 +168,7 @@ class BusyError(LogprobeError, RuntimeError):
 
 
 class MissingPackageError(LogprobeError, ImportError):
-    """A required package is not installed; the message is the command that installs it.
+    """A required package is not installed; the message has the command that installs it.
 
     Remedy: install the extra that the message names.
     """
@@ -191,8 +191,8 @@ class ModelNotFoundError(ModelError, LookupError):
 class DownloadError(ModelError, OSError):
     """The weights could not be downloaded or stored.
 
-    Remedy: check the network, the settings of pip or of the hub, and the free disk space; or use a local
-    folder.
+    Remedy: check the network, the settings of pip or of the Hugging Face Hub, and the free disk space; or use
+    a local folder.
     """
 
 

@@ -234,8 +234,8 @@ class Model:
 
         Raises:
             ModelError: the weights cannot be read or do not fit the model; the old weights stay in use.
-            ParameterError: the engine is not the native one, the version is invalid, the weights have another
-                type, or a loaded LoRA adapter applies to weights that change.
+            ParameterError: the engine is not the native one, the version is invalid, `weights` has an
+                unsupported type, or a loaded LoRA adapter applies to weights that change.
         """
         from logprobe.engine.front import check_on_running
 
@@ -318,7 +318,7 @@ class Model:
         """Score continuations given their contexts; a context shared by several pairs is computed once.
 
         For texts, the joined text is tokenized. White space at the end of the context is scored with the
-        continuation, and an empty context is replaced by BOS (or EOS). If a token spans the end of the
+        continuation, and an empty context is replaced with BOS (or EOS). If a token spans the end of the
         context, the probability of the continuation's bytes is summed over all their tokenizations
         (docs/scoring.md), and the score's `boundary` is "bytes" instead of "token".
 
@@ -348,7 +348,7 @@ class Model:
                 joined text.
 
         Raises:
-            ParameterError: a continuation is empty, a context's first token spans the context's end, or a
+            ParameterError: a continuation is empty, a context ends within its first token, or a
                 pair is too long; the error names the index, and no request was started.
             BatchError: some pairs failed; the error holds all scores.
         """
@@ -541,8 +541,8 @@ class Model:
 
         If the schema lists the values allowed at a position (enum, const, boolean, integers between two
         bounds, or a union of these), `members` has the log-probability of each value, summed over all
-        tokenizations, and `grammar_members` the one under the request's grammar. This runs additional forward
-        passes, most of one token each.
+        tokenizations, and `grammar_members` has the same under the request's grammar. This runs additional
+        forward passes, most of one token each.
 
         Args:
             output: an output from a call that requested `logprobs`.
@@ -682,8 +682,9 @@ class Model:
         """Score every token of one or more texts, with ranks and entropies.
 
         With `boundary="end"`, the probability of a word or sentence includes the end of the last word, given
-        that a word begins: P(tokens) · P(the next token begins a word, or ends the text) / P(the first token
-        begins a word). The probabilities of all words then sum to 1 (Pimentel & Meister 2024,
+        that a word begins: P(tokens) · P(the next token begins a word, or ends the text) / P(the token at the
+            word's first position begins a word). The probabilities of all words then sum to 1 (Pimentel &
+            Meister 2024,
         https://arxiv.org/abs/2406.14561; Oh & Schuler 2024, https://arxiv.org/abs/2406.10851). A token begins
         a word if its text begins with white space or if it is EOS. If the first token does not begin a word
         in this sense (mostly at the beginning of a text), there is no division, as in minicons'
@@ -734,8 +735,8 @@ class Model:
                 counts; False does not, and None does what the tokenizer does.
 
         Raises:
-            ParameterError: there are no pairs, a text has no scored tokens, or `categories` has another
-                length.
+            ParameterError: there are no pairs, a text has no scored tokens, or `categories` does not have
+                one name per pair.
             BatchError: some texts failed.
         """
         from logprobe.analysis.pairs import minimal_pairs

@@ -97,17 +97,15 @@ def test_the_table_of_routes_has_each_route_once_and_each_has_a_curl_line() -> N
 
 def test_the_section_on_vllms_fields_says_what_the_server_does(url: str) -> None:
     table = PAGE.partition("### vLLM's fields\n")[2].partition("\n### ")[0]
-    rows = {row[0]: row[1:] for row in re.findall(r"^\| `(\w+)` \| (\S+) \| (\S+) \|", table, re.MULTILINE)}
-    accepted = {
-        "chat and completions": ("accepted", "accepted"),
-        "chat": ("accepted", "-"),
-        "completions": ("-", "accepted"),
-    }
-    for routes, names in re.findall(r"^Accepted in ([a-z ]+): (.+?)\.$", table, re.MULTILINE | re.DOTALL):
-        rows |= dict.fromkeys(re.findall(r"`(\w+)`", names), accepted[routes])
+    rows: dict[str, dict[str, str]] = {}
+    lists = r"^(Accepted|Ignored|Refused) in ([a-z ]+): (.+?)\.$"
+    for status, routes, names in re.findall(lists, table, re.MULTILINE | re.DOTALL):
+        for name in re.findall(r"`(\w+)`", re.sub(r"\(.*?\)", "", names, flags=re.DOTALL)):
+            rows.setdefault(name, {}).update(dict.fromkeys(routes.split(" and "), status.lower()))
     assert rows.keys() == {name for fields in FIELDS.values() for name in fields}
     for name, told in rows.items():
-        for path, status in zip(FIELDS, told, strict=True):
+        for path, route in zip(FIELDS, ("chat", "completions"), strict=True):
+            status = told.get(route, "-")
             if name not in FIELDS[path]:
                 assert status == "-", (name, path)
                 continue

@@ -27,7 +27,8 @@ del SECTIONS["Differences by name"]  # tested in tests/sources
 def sides(section: str, column: int) -> list[str]:
     """Return the code that begins each cell of a column, in order; cells without it are skipped."""
     rows = [line for line in section.splitlines() if line.startswith("|")][2:]
-    cells = [row.strip("| ").split(" | ")[column] for row in rows]
+    both = [row.strip("| ").split(" | ") for row in rows]
+    cells = [row[-1] if row[column] == "the same" else row[column] for row in both]
     return [code[1] for cell in cells if (code := re.match(r"`([^`]+)`", cell))]
 
 

@@ -52,6 +52,8 @@ if TYPE_CHECKING:
     from logprobe.analysis.uncertainty import LowConfidence as LowConfidence
     from logprobe.analysis.uncertainty import SampledAnswer as SampledAnswer
     from logprobe.analysis.uncertainty import Uncertainty as Uncertainty
+    from logprobe.analysis.verification import Verification as Verification
+    from logprobe.analysis.verification import verify as verify
     from logprobe.analysis.windows import Perplexity as Perplexity
     from logprobe.records.fields import Field as Field
     from logprobe.records.fields import fields_of as fields_of
@@ -89,6 +91,7 @@ _HOMES = {
     "Summary": ".datasets.run",
     "Uncertainty": ".uncertainty",
     "Unit": ".texts",
+    "Verification": ".verification",
     "activations_to_arrow": ".activation_files",
     "audit": ".auditing.run",
     "binoculars": ".detection",
@@ -105,6 +108,7 @@ _HOMES = {
     "save_activations": ".activation_files",
     "save_baseline": ".baseline.models",
     "score_dataset": ".datasets.run",
+    "verify": ".verification",
     "write_rollouts": ".rollout_files",
 }
 

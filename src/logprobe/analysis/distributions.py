@@ -55,7 +55,7 @@ class Shaping:
 
     @property
     def truncates(self) -> bool:
-        """True if tokens may be cut off; a greedy request cuts no tokens off."""
+        """True if top-k, top-p or min-p may exclude tokens; never true for a greedy request."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
 

@@ -237,7 +237,7 @@ class PathSum:
         return logsumexp([self._given_up[stage], *(path.logprobs[stage] for path in self._open)])
 
     def _shares(self) -> Floats:
-        """Return each open path's fraction of the total probability; of the stages, the largest fraction."""
+        """Return, for each open path, the largest of its fractions of the stages' total probabilities."""
         if not self._open:
             return np.empty(0)
         logs = np.array([path.logprobs for path in self._open]).T

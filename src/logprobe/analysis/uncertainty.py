@@ -253,7 +253,7 @@ class Uncertainty:
 
     @property
     def discrete_semantic_entropy(self) -> float:
-        """Entropy of the sets' shares of the answers, by number, in nats (Farquhar et al. 2024).
+        """Entropy of the fractions of answers, by count, in each set, in nats (Farquhar et al. 2024).
 
         Equals lm-polygraph's `SemanticEntropyEmpirical` and uqlm's `discrete_entropy_values`.
         """

@@ -129,16 +129,17 @@ def audit(
 ) -> None:
     """Check the log-probabilities of a server or of rollouts.
 
-    The exact log-probabilities are computed by a local model. For a server, the verdict is PASS or FAIL:
-    which distribution the log-probabilities are from, how large their errors are, and whether they are the
-    same in batches, streams and prompts of all lengths. With --conformance, the API is checked instead of the
-    numbers: fields that are accepted but ignored, and tokens with the text or bytes of another.
+    The exact log-probabilities are computed by a local model. For a server, the verdict is PASS or FAIL. The
+    report states which distribution the log-probabilities are from, how large their errors are, and whether
+    they are the same in batches, streams and prompts of all lengths. With --conformance, the API is checked
+    instead of the numbers: fields that are accepted but ignored, and tokens with the text or bytes of
+    another.
 
     For stored rollouts of a sampler, the audit compares them with a trainer's log-probabilities of the same
     tokens, and says which correction to apply.
 
-    Exit code 1 if the numbers fail: they have a fault, or an error larger than --max-nats. With
-    --conformance, exit code 1 for any fault.
+    The exit code is 1 if the numbers fail, that is, if they have a fault or an error larger than --max-nats.
+    With --conformance, it is 1 for any fault.
 
     Examples:
         logprobe audit http://127.0.0.1:8000 --model smollm2 -o report.json

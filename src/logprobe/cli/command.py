@@ -76,7 +76,7 @@ def _message(error: ParameterError) -> str:
 
 
 def in_flags(message: str, flags: Mapping[str, str]) -> str:
-    """Replace Python parameters in a message, such as max_model_len or truncation='window', by flags."""
+    """Replace Python parameters in a message, such as max_model_len or truncation='window', with flags."""
 
     def flag(match: re.Match[str]) -> str:
         name, value = match.groups()
@@ -93,7 +93,7 @@ def in_flags(message: str, flags: Mapping[str, str]) -> str:
 
 @contextmanager
 def naming(**flags: str) -> Iterator[None]:
-    """Replace the parameter in a `ParameterError` by a flag or argument, as in `naming(prompt="--text")`."""
+    """Re-raise a `ParameterError` as a usage error that names a flag, as in `naming(prompt="--text")`."""
     try:
         yield
     except ParameterError as error:

@@ -56,15 +56,16 @@ def compare(
     as_json: JsonOption = False,
     loading: LoadFlags,
 ) -> None:
-    """Compare two models on the same tokens.
+    """Compare two models on the same texts.
 
     Prints KL divergence, agreement, differences of logprobs, and importance ratios. A is the reference (e.g.
-    the trainer), B the model that is used instead (e.g. in float16, or the sampler). Models with the same
-    tokenizer are compared per token, others per word. Settings after a model's name have the names of the
-    flags of `logprobe serve`, or lora. Flags such as --device apply to models without that setting.
+    the trainer), and B is compared with it (e.g. the same model in float16, or the sampler). Models with the
+    same tokenizer are compared per token, others per word. Settings after a model's name have the names of
+    the flags of `logprobe serve`, or lora. Flags such as --device apply to models without that setting.
 
-    A .parquet file written by `logprobe dataset --tokens` as A is compared with model B on the same data.
-    --save stores A's whole distributions, to be compared with any model later.
+    A may also be a .parquet file written by `logprobe dataset --tokens`; B is then a model that scores the
+    same data, or another such file. --save stores A's whole distributions, to be compared with any model
+    later.
 
     Examples:
         logprobe compare smollm2 smollm2,dtype=bfloat16 --data texts.txt --lines

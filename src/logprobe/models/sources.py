@@ -135,9 +135,10 @@ def made_ahead(tasks: Iterable[Callable[[], T]]) -> Iterator[T]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """List the weight files in a folder that transformers would load, else all safetensors and GGUF files.
+    """List the weight files in a folder that transformers would load.
 
-    Other files are skipped because some repositories contain the same weights again under other names.
+    Other files are skipped because some repositories contain the same weights again under other names. If
+    transformers would find no file, all safetensors and GGUF files are listed.
 
     Raises:
         UnsupportedModelError: the index of the shards cannot be read.

@@ -162,7 +162,7 @@ class MinTokensArgs(_Args, frozen=True):
 
 
 class PenaltiesArgs(_Args, frozen=True):
-    """Penalties on tokens that already occurred."""
+    """Penalties on tokens that have already occurred."""
 
     repetition_penalty: Annotated[float, msgspec.Meta(gt=0)] = 1.0
     presence_penalty: Penalty = 0.0
@@ -173,7 +173,7 @@ class ThinkingBudgetArgs(_Args, frozen=True):
     """Maximum number of tokens between the start and the end marker of thinking."""
 
     thinking_budget: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    # The processor writes this before the end marker; its tokens count towards the budget.
+    # The processor writes this before the end marker; its tokens count toward the budget.
     think_stop_sentence: Annotated[str, msgspec.Meta(max_length=1024)] | None = None
     think_start: Word = "<think>"
     think_end: Word = "</think>"

@@ -68,7 +68,7 @@ class Pipeline:
     2. masks: allowed tokens, banned words, minimum length, grammar;
     3. bias on single tokens;
     4. registered processors, in the order of declaration;
-    5. penalties on tokens that occurred already;
+    5. penalties on tokens that have already occurred;
     6. temperature;
     7. top-k;
     8. top-p;

@@ -149,7 +149,7 @@ class Spelt:
         return [self._field(node, logprobs, *sums) for node in self.nodes]
 
     def _bounds(self, logprobs: Floats) -> tuple[Floats, Floats, Floats]:
-        """Return three sums per leaf: over its tokens, over those not in an earlier leaf, over inner ones.
+        """Return three sums per leaf: over its tokens, those in no earlier leaf, and its inner tokens.
 
         Inner tokens lie entirely within the leaf.
         """

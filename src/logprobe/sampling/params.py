@@ -44,11 +44,11 @@ MODES: Final = ("raw_logprobs", "processed_logprobs", "both")
 COUNTS: Final = ("logprobs", "prompt_logprobs")
 FLAGS: Final = (
     *("ignore_eos", "include_stop_str_in_output", *KERNEL_EXTRAS, "explain", "kept_ids"),
-    "return_routed_experts",
+    *("digest", "return_routed_experts"),
 )
 REPORTING_FIELDS: Final = (
     *(*COUNTS, "logprob_token_ids", "logprobs_mode"),
-    *(*KERNEL_EXTRAS, "kept_ids", "explain", "return_hidden_states", "return_routed_experts"),
+    *(*KERNEL_EXTRAS, "kept_ids", "explain", "digest", "return_hidden_states", "return_routed_experts"),
 )
 """Parameters that determine what outputs report about tokens; all others determine the tokens."""
 PENALTIES: Final = ("repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -83,7 +83,7 @@ class SamplingParams:
         repetition_penalty: divide positive logits, and multiply negative ones, of tokens in the prompt or
             completion by this.
         presence_penalty: subtract this from the logits of generated tokens, in [-2, 2].
-        frequency_penalty: subtract this from them for each time they were generated, in [-2, 2].
+        frequency_penalty: subtract this once for each time a token was generated, in [-2, 2].
         logit_bias: token id → nats added to its logit.
         allowed_token_ids: the only token ids that may be sampled.
         bad_words: texts that must not be generated, with or without a leading space; at most 256 characters
@@ -91,16 +91,16 @@ class SamplingParams:
         response_format: OpenAI's `text`, `json_object` or `json_schema`; also `regex`, `choice`, `ebnf`,
             each with a value of the same name (extra `grammar`).
         logits_processors_args: arguments of the logits processors that the engine was started with.
-        lora: name of the LoRA weights to use (`None`: the base model).
+        lora: name of the LoRA adapter to use (`None`: the base model).
         routed_experts: the experts to use in each layer of a mixture of experts, instead of those that the
             router chooses: an integer array (positions, layers with experts, experts per token) for the first
             positions of the text, such as `RequestOutput.replayed_experts`. Weights of experts are still the
             router's.
         logprobs: number of alternatives per generated token, in addition to the chosen token (`None`: off;
             0: the chosen token only; -1: the whole vocabulary).
-        prompt_logprobs: number of alternatives per prompt token, as for `logprobs`. They are raw, or with
-            `processed_logprobs` at the temperature, the only parameter that applies to prompts (0 counts as
-            1).
+        prompt_logprobs: number of alternatives per prompt token, as for `logprobs`. They are raw; with
+            `processed_logprobs`, the temperature is applied, the only sampling parameter that affects prompts
+            (0 counts as 1).
         logprob_token_ids: report these ids, with their ranks, at every reported position. A list of lists
             gives the ids of each position: with `prompt_logprobs` one list per prompt token (empty for the
             first, which has no prediction), otherwise one list per generated token; positions after the last
@@ -112,6 +112,8 @@ class SamplingParams:
         margin: report the difference of the two highest logprobs of each distribution, in nats.
         kept_ids: report the token ids that masks and truncation kept, with each processed distribution.
         explain: report how each processor changed the listed candidates, at every position.
+        digest: report a digest of the raw row of each generated token, from which a holder of the weights can
+            verify the reply (`logprobe verify`).
         return_hidden_states: report hidden states of the prompt and of generated tokens. `last`: the states
             after the final norm, from which the output head computes logits. Layer numbers: as in
             transformers, 0 the embeddings, n the output of layer n, the number of layers the same as `last`;
@@ -154,6 +156,7 @@ class SamplingParams:
     margin: bool = False
     kept_ids: bool = False
     explain: bool = False
+    digest: bool = False
     return_hidden_states: Literal["last"] | Sequence[int] | None = None
     return_routed_experts: bool = False
 
@@ -165,7 +168,7 @@ class SamplingParams:
         self._check_processors()
 
     def _normalise(self) -> None:
-        """Replace every value by a copy of its annotated type that can be sent to other processes."""
+        """Replace every value with a copy of its annotated type that can be sent to other processes."""
         normal: dict[str, object] = {}
         for name in ("n", "best_of", "max_tokens", "min_tokens", "top_k", "seed", *COUNTS):
             value = getattr(self, name)
@@ -229,6 +232,9 @@ class SamplingParams:
             is_asked = bool(getattr(self, name))
             remedy = "needs logprobs or prompt_logprobs; set one of them (0: the chosen token only)"
             require(is_reported or not is_asked, name, remedy)
+        if self.digest:
+            has_raw = self.logprobs is not None and self.logprobs_mode != "processed_logprobs"
+            require(has_raw, "digest", "needs raw logprobs; set logprobs (0: the chosen token only)")
         is_both = self.prompt_logprobs is not None and self.logprobs is not None and self.max_tokens > 0
         remedy = (
             "with one list per position applies to either prompt_logprobs or logprobs; set only one of them"

@@ -99,7 +99,7 @@ class Sampler:
     2. masks: allowed tokens, banned words, minimum length, grammar;
     3. bias on single tokens;
     4. registered processors, in the order of declaration;
-    5. penalties on tokens seen already;
+    5. penalties on tokens that have already occurred;
     6. temperature: logits / temperature (0: the most likely token, without sampling or steps 7-9);
     7. top-k: the k largest, ties by ascending id;
     8. top-p: of these, the smallest set of most likely tokens whose normalized probabilities sum to top-p;

@@ -35,8 +35,8 @@ class TextLines(logging.Formatter):
 class JsonLines(logging.Formatter):
     """Formats log records as JSON lines.
 
-    A line has the keys time (UTC), level, logger and message, and where they exist request_id, the items of
-    the record's `facts`, and traceback.
+    Every line has the keys time (UTC), level, logger and message. If they exist, request_id, the items of the
+    record's `facts` and traceback are added.
     """
 
     def format(self, record: logging.LogRecord) -> str:

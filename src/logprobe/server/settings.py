@@ -73,7 +73,7 @@ class ServerSettings:
     ] = None
     allowed_host: Annotated[
         tuple[str, ...],
-        _address(help="Further host name that requests may use for this server; * allows all."),
+        _address(help="Further host name that is accepted in the Host header; * allows all."),
     ] = ()
     allowed_origins: Annotated[
         tuple[str, ...],

@@ -1,8 +1,8 @@
 """Split a text into a context and continuations: by tokens if a token ends at the boundary, else by bytes.
 
 The tokens of "The capital of Fra" are not a prefix of the tokens of "The capital of France is": one token
-spans the boundary. In that case scoring conditions on the leading tokens that both have in common, and sums
-the probability of the bytes after these over all tokenizations (`Healing`):
+spans the boundary. In that case, the score is conditional on the leading tokens that both texts share, and
+the probability of the remaining bytes is summed over all their tokenizations (`Healing`):
 
     p(continuation | context) = P(tail + continuation | common tokens) / P(tail | common tokens)
 
@@ -179,7 +179,7 @@ def _by_tokens(before: IntArray, whole: IntArray) -> Split:
 
 
 def _num_shared(before: IntArray, whole: IntArray) -> int:
-    """Return the number of leading tokens that both have in common."""
+    """Return the number of leading tokens that both sequences have in common."""
     num = min(len(before), len(whole))
     is_same = before[:num] == whole[:num]
     return num if is_same.all() else int(is_same.argmin())

@@ -44,7 +44,7 @@ class TemplateError(Exception):
 
 
 class TemplateProcess:
-    """A rendering subprocess shared by all threads, started on first use and restarted after a timeout."""
+    """A rendering subprocess shared by all threads; started on first use, and again after it ended."""
 
     def __init__(self) -> None:
         self._lock = Lock()

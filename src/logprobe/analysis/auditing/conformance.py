@@ -72,7 +72,7 @@ def check_conformance(
     Raises:
         ParameterError: an argument is invalid, or the server rejects the key.
         ServerError: the server cannot be reached, answers neither completions nor chats, or times out.
-        ModelError: httpx is not installed.
+        MissingPackageError: httpx is not installed.
     """
     server = Endpoint(endpoint) if isinstance(endpoint, str) else endpoint
 

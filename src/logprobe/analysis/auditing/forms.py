@@ -81,7 +81,7 @@ class Ask:
 
     @property
     def wants_prompt(self) -> bool:
-        """True if the reply to this form has rows of the prompt."""
+        """True if the reply to a request of this form has log-probabilities of the prompt's tokens."""
         return self.form in PROMPT_FORMS or self.form == "chat prompt_logprobs"
 
     @property

@@ -1,11 +1,11 @@
 """Baseline file format: a header, blocks of next-token distributions ("rows"), and an end record with counts.
 
-Files are untrusted: the sizes in a head are checked against limits before anything is allocated, and values
+Files are untrusted: the sizes in a header are checked against limits before anything is allocated, and values
 are validated before they are used in comparisons.
 
-A file is the bytes `LPKL`, then parts. Each part begins with a JSON head, preceded by its length (4 bytes,
-little-endian). The first head describes the file, the last ends it and counts its positions and texts, and
-each other head describes a block of positions. After the head of a block come, in this order:
+A file is the bytes `LPKL`, then parts. Each part begins with a JSON header, preceded by its length (4 bytes,
+little-endian). The first header describes the file, the last ends it and counts its positions and texts, and
+each other header describes a block of positions. After the header of a block come, in this order:
 
 1. `COLUMNS`, with one value per position. `cross` is the sum of (c / n)^2 log p, where the integer c
    represents a probability p: c is near n sqrt(p), rounded at random so that the mean of (c / n)^2 is p,
@@ -89,7 +89,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Block(msgspec.Struct, frozen=True, kw_only=True, tag="block"):
-    """Head of a block: the number of rows, and the sizes of the data that follows."""
+    """Header of a block: the number of rows, and the sizes of the data that follows."""
 
     num_rows: int
     num_starts: int

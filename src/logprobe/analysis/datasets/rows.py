@@ -97,7 +97,7 @@ def _text_of(values: dict[str, Any], column: str, *, may_be_empty: bool = False)
 
 
 def list_in(value: Any, column: str, what: str) -> Any:
-    """Return the value of a list column, parsing JSON text, as which csv and some Parquet files store lists.
+    """Return the value of a list column, parsed from JSON text if the file stores lists as text (csv).
 
     Raises:
         ParameterError: the text is not valid JSON; the message says that `column` must be a list of `what`.

@@ -116,7 +116,7 @@ class PlainModel:
 
 
 def _wrong_biases(config: ModelConfig, spec: DecoderSpec, names: Collection[str]) -> list[str]:
-    """Return the biases that are missing in `names`, and those that the configuration does not have."""
+    """Return the biases that the configuration requires but `names` lacks, and surplus ones in `names`."""
     kind, family, flags = config.model_type, FAMILIES[config.model_type], config.content
     norms = [family.before_attention, family.after_attention, family.before_mlp, family.after_mlp]
     has = {

@@ -63,7 +63,7 @@ def original_lengths(model: Any) -> set[int]:
 
 
 def follow_steps_(model: nn.Module, step: CurrentStep, boundary: int) -> None:
-    """Replace every longrope embedding in a model by a `TextLongRope`, in place."""
+    """Replace every longrope embedding in a model with a `TextLongRope`, in place."""
     for name, module in list(model.named_modules()):
         if any(parameters.get("rope_type") == LONGROPE for parameters in _rope_parameters(module)):
             model.set_submodule(name, TextLongRope(module, step, boundary))

@@ -1,6 +1,6 @@
 """Extraction on an NVIDIA GPU, in Triton: one read of the logits, no (B, V) temporary for k <= 128.
 
-A split is a range of SPLIT token ids, a part one of PART ids.
+A split is a range of SPLIT token ids; a part is a range of PART token ids.
 
 1. `_split_kernel` runs one program per row and split. It computes the sums over the split, and the maximum of
    each part.

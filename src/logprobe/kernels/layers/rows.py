@@ -171,7 +171,7 @@ def gate_stage(gates: Array, values: Array | None, out: Array, activation: str) 
 
 
 def softcap_stage(logits: Array, cap: float) -> Stage:
-    """Return the stage that replaces `logits` by cap · tanh(logits / cap), in place (Gemma 2).
+    """Return the stage that replaces `logits` with cap · tanh(logits / cap), in place (Gemma 2).
 
     Args:
         logits: (num_rows, width) float32.

@@ -100,7 +100,7 @@ def _prefix(folder: Path) -> str:
 
 
 def _hub_snapshot(stem: str) -> Path | None:
-    """Return the folder of the commit `stem` in the hub's cache; None if it is not there, or not a commit."""
+    """Return the snapshot folder of commit `stem` in the Hub's cache; None if there is none."""
     if _COMMIT.fullmatch(stem) is None:
         return None
     from huggingface_hub import constants

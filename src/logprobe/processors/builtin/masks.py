@@ -87,7 +87,7 @@ class AllowedTokensLogitsProcessor(MaskLogitsProcessor):
 
 @final
 class MinTokensLogitsProcessor(MaskLogitsProcessor):
-    """Masks the tokens that end a completion until `min_tokens` tokens were generated.
+    """Masks the tokens that end a completion until `min_tokens` tokens have been generated.
 
     These tokens are the model's end-of-sequence tokens and the request's `stop_token_ids`.
     """

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @final
 class PenaltiesLogitsProcessor(LogitsProcessor):
-    """Makes tokens that already occurred less likely.
+    """Makes tokens that have already occurred less likely.
 
     First comes `repetition_penalty` r (Keskar et al. 2019): if a token occurred in the prompt or the
     completion, its logit is divided by r if positive, else multiplied by r. Then, for tokens in the
@@ -39,7 +39,7 @@ class PenaltiesLogitsProcessor(LogitsProcessor):
         self._repetition = self._minus = np.empty(0, np.float32)
 
     def update_state(self, batch: BatchState) -> None:
-        """Count the tokens observed since the previous step."""
+        """Count the tokens generated since the previous step."""
         batch = as_batch(batch, PenaltiesArgs)
         seen = [self._seen.get(row.key) or SeenTokens(row) for row in batch.rows]
         self._seen = {row.key: tokens for row, tokens in zip(batch.rows, seen, strict=True)}
@@ -58,7 +58,7 @@ class PenaltiesLogitsProcessor(LogitsProcessor):
         self._minus = frequency * counts + presence * (counts > 0)
 
     def apply(self, logits: Any) -> Any:
-        """Penalize the logits of tokens that already occurred, in place."""
+        """Penalize the logits of tokens that have already occurred, in place."""
         if self._cells is not None:
             cells = self._cells.on(logits)
             values = logits[cells]

@@ -127,7 +127,7 @@ class ThinkingBudgetLogitsProcessor(LogitsProcessor):
     """Ends thinking after `thinking_budget` tokens by forcing `think_stop_sentence`, then the end marker.
 
     Thinking starts after the marker `think_start`, in the prompt or the completion. Prompt tokens do not
-    count towards the budget, but the stop sentence does. Each further start marker starts a new budget. A
+    count toward the budget, but the stop sentence does. Each further start marker starts a new budget. A
     forced token has the logit 0.0, and all others have -inf. A marker given as text matches in any
     tokenization; one given as `..._token_ids` matches exactly these tokens.
     """

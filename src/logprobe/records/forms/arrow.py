@@ -138,7 +138,7 @@ def rows_of(batch: pa.RecordBatch | pa.Table) -> Rows:
     return _rows_of(columns, info)
 
 
-# -- towards Arrow -------------------------------------------------------------------------------------------
+# -- to Arrow ------------------------------------------------------------------------------------------------
 
 
 def _spread(values: Array, has_value: Array, missing: int | None = None) -> pa.Array:

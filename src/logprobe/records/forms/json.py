@@ -30,7 +30,7 @@ FEW_ROWS = 8  # up to this many rows, encoding them one by one is faster than wi
 
 
 class ChatEncoder:
-    """Encoder of OpenAI's `{token, bytes, logprob, top_logprobs}`; caches each token's encoded start.
+    """Encoder of OpenAI's `{token, bytes, logprob, top_logprobs}`; caches each token's encoded text.
 
     Args:
         table: texts and bytes of tokens. With None, the texts stored in the record are used, and their
@@ -91,7 +91,7 @@ class ChatEncoder:
         return _array(written)
 
     def _of_part(self, entry: bytes, record: FlatLogprobs, row: int, own_bytes: bytes) -> bytes:
-        """Return the encoded entry of a position with its token's bytes replaced by `own_bytes`."""
+        """Return the encoded entry of a position with its token's bytes replaced with `own_bytes`."""
         lists, parts = record.rows.top_lists(row), self._parts
         assert lists is not None, "the position has an entry"
         assert parts is not None, "the encoder has a table"

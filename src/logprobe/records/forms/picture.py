@@ -116,7 +116,7 @@ def _label(token_id: int, text: str | None) -> str:
 
 
 def _drawable(text: str) -> list[str]:
-    """Return the characters of a text, with characters that the font lacks replaced by `U+` code points."""
+    """Return the characters of a text, with characters that the font lacks shown as `U+` code points."""
     glyphs = _glyphs()
     return [mark if ord(mark) in glyphs else f"U+{ord(mark):X}" for mark in text]
 

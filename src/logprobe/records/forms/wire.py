@@ -176,7 +176,7 @@ def _read_columns(header: Header, body: memoryview) -> dict[str, Array]:
     for column in header.columns:
         size = prod(column.shape) * np.dtype(column.dtype).itemsize
         flat: Array = np.frombuffer(body[column.offset : column.offset + size], np.dtype(column.dtype))
-        # Replace every NaN by NumPy's own: other bit patterns cause warnings when converted.
+        # Replace every NaN with NumPy's own: other bit patterns cause warnings when converted.
         if flat.dtype.kind == "f" and (is_nan := np.isnan(flat)).any():
             flat = np.where(is_nan, flat.dtype.type(np.nan), flat)
         columns[column.name] = flat.reshape(column.shape)

@@ -112,11 +112,11 @@ def spans_of(entries: Entries, starts: npt.ArrayLike, ends: npt.ArrayLike) -> En
 
 
 def step_row(row: RowLists, k: int) -> tuple[list[int], list[float], int, list[str | None] | None] | None:
-    """Convert a position with distinct tokens to ids, logprobs, the chosen token's rank and texts of `Steps`.
+    """Convert a position with distinct tokens to a row of `Steps`: ids, logprobs, the chosen rank, and texts.
 
-    Return None if its ranks do not allow that. A row of `Steps` holds the chosen token and the k most likely
-    tokens. If the ranks do not tell whether the chosen token is the last of the k or comes after them, `k`
-    decides.
+    Such a row holds the chosen token, followed by the k most likely tokens, of which the chosen token may be
+    one. Return None if the position's ranks do not fit this form. If they fit both cases (the chosen token is
+    the last of the k most likely tokens, or comes after them), `k` decides.
     """
     ids, logprobs, ranks, texts = row
     if not ranks or ranks[0] is None:

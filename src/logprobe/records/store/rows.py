@@ -1,4 +1,4 @@
-"""Positions of one record and what accompanies them, as columns that grow.
+"""The positions of one record and their optional data, in columns that grow.
 
 A record consists of leading positions without a prediction, then rows of one width (`Steps`), then all other
 positions (`Entries`). Step rows that follow a position of another form are stored as `Entries` too.

@@ -156,7 +156,7 @@ class TimedProtocol(HttpToolsProtocol):
         return b""
 
     def _apply_absolute_form(self) -> None:
-        """Replace `Host` by the authority of an absolute-form target (RFC 9112, section 3.2.2)."""
+        """Replace `Host` with the authority of an absolute-form target (RFC 9112, section 3.2.2)."""
         if not self.url.startswith((b"/", b"*")):
             rest = self.url.partition(b"://")[2]
             authority = re.split(rb"[/?#]", rest, maxsplit=1)[0]

@@ -240,7 +240,7 @@ def variables_by_field(body: Any) -> dict[str, dict[str, Any]]:
 
 
 def unread_fields(body: Any, known: AbstractSet[str]) -> list[str]:
-    """Return the body's reasoning fields that the chat template does not read; `known` are its variables."""
+    """Return the body's reasoning fields that set none of the template's variables, which are `known`."""
     return [name for name, variables in variables_by_field(body).items() if known.isdisjoint(variables)]
 
 

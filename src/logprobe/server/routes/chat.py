@@ -82,7 +82,7 @@ def admit_reply(
     params_of: Callable[..., SamplingParams],
     reply_id: str,
 ) -> tuple[Generation, Splitter]:
-    """Validate and admit the generation of a reply to a conversation.
+    """Validate a request for a reply and reserve capacity for it; return its generation and its splitter.
 
     Args:
         service: the service for this HTTP request.

@@ -47,7 +47,7 @@ async def unload_lora_adapter(request: HttpRequest, service: Service) -> Respons
 
 
 async def update_weights_from_disk(request: HttpRequest, service: Service) -> Response:
-    """Replace the model's weights by those in a folder on the server; the architecture must be the same."""
+    """Replace the model's weights with those in a folder on the server; the architecture must be the same."""
     body = await read(request, service, UpdateWeightsBody, _checked)
     with _reading("model_path"):
         version = await asyncio.to_thread(

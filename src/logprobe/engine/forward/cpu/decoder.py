@@ -184,6 +184,11 @@ class Decoder:
         shape = (self.num_kv_heads, self.spec.head_dim)
         return {layer.index: (shape, shape) for layer in self.layers}
 
+    @property
+    def weight_bytes(self) -> int:
+        """Size of all matrices, in bytes."""
+        return sum({panels.address: panels.num_bytes for panels in self._panels.values()}.values())
+
     def new_pool(self, num_slots: int) -> KVPool:
         """Return a KV cache with every layer of this decoder allocated."""
         pool = KVPool(num_slots)

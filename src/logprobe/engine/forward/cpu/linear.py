@@ -157,7 +157,7 @@ def dense(panels: PanelWeights) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A weight matrix: a parameter of a transformers model, or one expert or one half of a parameter."""
+    """A weight matrix: a parameter of a transformers model, or a part of one (an expert, gates or values)."""
 
     names: tuple[str, ...]  # panel names, one for each module that shares the parameter
     parameter: str

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def new_zeros(shape: tuple[int, ...], dtype: str, device: str, memory: PagedMemory | None) -> torch.Tensor:
-    """Return a zeroed tensor, which is taken from `memory` if there is any."""
+    """Return a zeroed tensor, allocated from `memory` unless that is None."""
     own: torch.dtype = getattr(torch, dtype)
     if memory is None:
         return torch.zeros(shape, dtype=own, device=device)

@@ -4,7 +4,7 @@ It runs models whose family or configuration `families` does not support. In flo
 layers use packed weight panels. Families name their decoder module differently (`model`, `transformer`,
 `gpt_neox`, or a text model inside a vision model), so forward hooks find the decoder during one run. Models
 may scale or soft-cap their logits; to keep that code, the output head is the model itself, with its decoder
-replaced by a stub.
+replaced with a stub.
 """
 
 from __future__ import annotations
