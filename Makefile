@@ -173,7 +173,11 @@ torture: $(VENV)/.test  ## mixed requests for MINUTES=15 in every layout, with f
 .PHONY: simulate
 SECONDS ?= 60
 simulate: $(VENV)/.test  ## simulate the engine for SECONDS=60 from fresh seeds, or from SEED=...; a failure is printed as a test
-	PYTHONPATH=tests $(BIN)/python -m simulation --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
+	PYTHONPATH=tests $(BIN)/python -m simulation --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(OPTIONS)
+
+.PHONY: mutations
+mutations: $(VENV)/.test  ## put faults into a copy of the engine, one at a time; the simulation must find each within 30 s
+	PYTHONPATH=tests $(BIN)/python tests/simulation/mutations.py $(OPTIONS)
 
 .PHONY: test-ray
 test-ray: $(VENV)/.test  ## data sets on a real local Ray, an actor killed half way; installs the extra `ray`

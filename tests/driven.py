@@ -9,8 +9,10 @@ import numpy as np
 
 from logprobe.config import EngineConfig
 from logprobe.engine.backends.thread import SerialLoop
+from logprobe.engine.draft_model import DraftModel
 from logprobe.engine.engine import Engine
 from logprobe.engine.output_builder import Describer, OutputBuilder
+from logprobe.engine.protocol import ModelShape
 from logprobe.records import LogprobsInfo
 from logprobe.sampling import SamplingParams
 from logprobe.testing import FakeForward, fake_model
@@ -57,11 +59,16 @@ class Driven:
         loop: type[SerialLoop | OverlappedLoop] = SerialLoop,
         num_slots: int = 300,
         forward: FakeForward | None = None,
+        draft: FakeForward | None = None,
         **settings: Any,
     ) -> None:
         self.forward = forward or FakeForward(num_slots=num_slots)
         config = EngineConfig(model="fake", **settings)
-        self.engine = Engine(config, self.forward, _text(), frozenset([257]))
+        drafter = None
+        if draft is not None:
+            large = ModelShape(hidden_size=100, num_layers=100)  # so that a draft costs next to nothing
+            drafter = DraftModel(draft, "fake draft", large, self.forward.vocab_size)
+        self.engine = Engine(config, self.forward, _text(), frozenset([257]), drafter)
         self._describer = Describer(LogprobsInfo(engine="fake"), 258, _text().vocabulary)
         self._builders: dict[str, OutputBuilder] = {}
         self.events: list[Event] = []

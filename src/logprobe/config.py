@@ -111,6 +111,10 @@ def _check_count(config: object, *names: str) -> None:
         require(_is_int(value) and value > 0, name, f"must be a positive integer, got {value!r}")
 
 
+SPECULATE: Final = {"lookup": True, "off": False}
+DRAFT_MODEL: Final = "model:"
+
+
 def _check_switch(config: object, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
@@ -153,18 +157,30 @@ class SchedulerConfig:
         max_num_seqs: maximum number of requests that run at once.
         async_scheduling: run the next step while the results of the last one are copied and delivered;
             results are the same.
-        speculate: guess the next tokens of a text that repeats itself or its prompt, and verify several in
-            one step; tokens, seeds and results are the same.
+        speculate: guess the next tokens, and verify several in one step; tokens, seeds and results are the
+            same. True or `lookup` takes the guesses from repetitions in the text; `model:NAME` also takes
+            them from a second, smaller model with the same tokenizer; False or `off` guesses nothing.
     """
 
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 64
     async_scheduling: bool = False
-    speculate: bool = False
+    speculate: bool | str = False
 
     def __post_init__(self) -> None:
         _check_count(self, "max_num_batched_tokens", "max_num_seqs")
-        _check_switch(self, "async_scheduling", "speculate")
+        _check_switch(self, "async_scheduling")
+        if isinstance(self.speculate, str) and self.speculate in SPECULATE:
+            object.__setattr__(self, "speculate", SPECULATE[self.speculate])
+        is_name = isinstance(self.speculate, str) and self.speculate.removeprefix(DRAFT_MODEL).strip()
+        is_model = is_name and str(self.speculate).startswith(DRAFT_MODEL)
+        remedy = "must be True, False, lookup, off, or model: and the name of a draft model"
+        require(isinstance(self.speculate, bool) or is_model, "speculate", remedy, got=self.speculate)
+
+    @property
+    def draft_model(self) -> str | None:
+        """Name of the draft model; None if there is none."""
+        return self.speculate.removeprefix(DRAFT_MODEL) if isinstance(self.speculate, str) else None
 
 
 @strict_keywords
@@ -229,7 +245,7 @@ class EngineSettings(TypedDict, total=False):
     max_num_batched_tokens: int
     max_num_seqs: int
     async_scheduling: bool
-    speculate: bool
+    speculate: bool | str
     parallel_config: ParallelConfig
     process: bool
     data_parallel_size: int

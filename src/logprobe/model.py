@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
+    from logprobe.analysis.classification import Classification
     from logprobe.analysis.confidence import FittedConfidence
-    from logprobe.analysis.labels import Asked, Classification, Correction, Judgement, Labels, Plan
+    from logprobe.analysis.labels import Asked, Correction, Judgement, Labels, Plan
     from logprobe.analysis.lens import LogitLens
     from logprobe.analysis.members import FieldDistribution
     from logprobe.analysis.pairs import MinimalPairs

@@ -174,7 +174,7 @@ def fake_model(
         max_num_seqs=config.scheduler_config.max_num_seqs,
         prompt_logprobs_with_prefix_cache=True,
         stages=("raw_logprobs", "processed_logprobs"),
-        speculate=config.scheduler_config.speculate,
+        speculate=bool(config.scheduler_config.speculate),
         shape=forward.shape,
     )
     core = EngineThread(engine, capabilities, overlap=config.scheduler_config.async_scheduling)

@@ -98,8 +98,9 @@ def test_a_parameter_can_be_named_by_another_flag() -> None:
 
 
 def test_groups_have_the_fields_and_defaults_of_the_settings() -> None:
-    config = EngineConfig().keywords()
+    config = EngineConfig().keywords() | {"speculate": "off"}  # a name for False on the command line
     assert asdict(EngineFlags()) == {name: value for name, value in config.items() if name != "model"}
+    assert EngineConfig(speculate="off") == EngineConfig()
     scored = asdict(DataSettings()) | {"truncation": None}
     assert scored.items() >= asdict(ScoreFlags()).items()
     assert scored.keys() - asdict(ScoreFlags()).keys() == {"text_column", "keep_columns"}

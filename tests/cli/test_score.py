@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from rich.cells import cell_len
 
-from logprobe.cli.inputs import TextSource
+from logprobe.cli.inputs import source_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -195,13 +195,10 @@ def test_a_text_that_no_context_holds_is_never_held(
     path = tmp_path / "long.txt"
     path.write_text("the cat and the dog " * 400)
     whole = cli("score", str(path), "--summary", "--model", model).out
-    monkeypatch.setattr("logprobe.cli.inputs.HEAD_CHARS", 100)
     monkeypatch.setattr("logprobe.cli.inputs.PART_BYTES", 64)
-    source = TextSource.of_file(str(path))
-    assert source.is_long
-    assert 100 < len(source.head) <= 164
+    source = source_of(str(path), None)
     assert source.num_bytes == 8000
-    assert "".join(source.parts()) == path.read_text()
+    assert [len(part) for part in source.parts] == [64] * 125
     assert_same_figures(cli("score", str(path), "--summary", "--model", model).out, whole)
     assert_same_figures(cli("score", str(path), "--model", model).out[-len(whole) :], whole)
 

@@ -144,6 +144,17 @@ def test_routes_go_over_http_and_back(mixture: LLM, new_serving: Any, path: str,
             [want] = mixture.generate(TEXT, replace(PARAMS, max_tokens=5, seed=1))
             np.testing.assert_array_equal(array, want.replayed_experts())
         assert ask(routed_experts=routes)["routed_experts"] == routes
+        if path == "/v1/completions":
+            arrow = pytest.importorskip("pyarrow.ipc")
+            reply = httpx.post(
+                url + path,
+                json=body | {"stream": is_stream},
+                headers={"Accept": "application/vnd.apache.arrow.stream"},
+                timeout=60,
+            )
+            metadata = list(_metadata_of(arrow, reply.content))
+            [whole] = [json.loads(one[b"logprobe.reply"]) for one in metadata if b"logprobe.reply" in one]
+            assert whole["choices"][0]["routed_experts"] == routes
         bad = routes | {"shape": [1, 2, 3]}
         reply = httpx.post(url + path, json=body | {"routed_experts": bad}, timeout=60)
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, "routed_experts.data")
@@ -155,3 +166,11 @@ def test_routes_go_over_http_and_back(mixture: LLM, new_serving: Any, path: str,
             reply = httpx.post(other + path, json=body | wide, timeout=60)
             assert reply.status_code == 400
             assert "max_logprob_bytes" in reply.json()["error"]["message"]
+
+
+def _metadata_of(arrow: Any, data: bytes) -> Iterator[dict[bytes, bytes]]:
+    """Yield the metadata of the schema and of each batch of an Arrow stream."""
+    reader = arrow.open_stream(data)
+    yield reader.schema.metadata or {}
+    for _, metadata in reader.iter_batches_with_custom_metadata():
+        yield dict(metadata or {})

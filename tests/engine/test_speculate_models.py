@@ -58,7 +58,7 @@ def test_a_preempted_request_drafts_on_with_the_same_tokens(
     got = [engine.submit(f"r{index}", ids, **asked) for index, ids in enumerate(prompts)]
     engine.run()
     assert engine.scheduler.num_preempted > 0, "the pool is too large for this test"
-    assert engine.scheduler.num_accepted > 0
+    assert engine.scheduler.drafts.num_accepted > 0
     engine.assert_idle()
     for ids, mine in zip(prompts, got, strict=True):
         alone = new_engine(90)

@@ -21,7 +21,7 @@ from logprobe.models.lora import ModelModules, load_lora
 if TYPE_CHECKING:
     from pathlib import Path
 
-ENDLESS = "(.*.*)*(.*.*)*(.*.*)*(.*.*)*x"
+ENDLESS = "(?:(?:.|[a-z])*)*[A-Z]"
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from logprobe import SamplingParams
+from logprobe.analysis import verify
 from logprobe.errors import InputError
 from logprobe.server.http import replies
 from server_process import PATIENCE_S
@@ -253,3 +255,30 @@ def test_damaged_bytes_never_do_anything_but_raise(server: Any) -> None:
             read_reply(bytes(damaged))
         except InputError:
             continue
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", COMPLETION | {"n": 2, "prompt": ["the cat", "a dog"]}),
+        ("/v1/chat/completions", CHAT),
+    ],
+)
+def test_replies_with_digests_are_verified(server: Any, path: str, body: Any) -> None:
+    asked = body | {"digest": True, "return_token_ids": None}
+    plain = server.post(path, **asked).json()
+    from_rows = read_reply(binary(server, path, **asked).content).reply
+    for reply in (plain, from_rows):
+        found = verify(server.llm, reply)
+        assert len(found) == (4 if "prompt" in body else 1)
+        assert all(one.num_identical == one.num_tokens == 9 for one in found)
+
+
+def test_digests_are_streamed_and_need_logprobs(server: Any) -> None:
+    body = COMPLETION | {"digest": True}
+    whole = server.post("/v1/completions", **body).json()["choices"][0]["digests"]
+    lines = server.post("/v1/completions", **body, stream=True).text.split("data: ")
+    chunks = [json.loads(line) for line in lines if line.startswith("{")]
+    assert [one for chunk in chunks for one in chunk["choices"][0]["digests"]] == whole
+    reply = server.post("/v1/completions", prompt="a", digest=True)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "digest")

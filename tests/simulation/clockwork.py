@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from logprobe import runtime
+from logprobe.errors import LogprobeError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -73,6 +74,9 @@ class SimThread:
                 self._target(*self._args)
         except Killed:
             pass
+        except LogprobeError as error:
+            if self.process.name == "front":
+                self._world.fail(error)  # of another process: its connection is gone
         except BaseException as error:  # noqa: BLE001 - it is the result of the simulation
             self._world.fail(error)
         self._world.leave(self)

@@ -125,7 +125,7 @@ class HashedForward:
 
     def _key(self, lora: LoraWeights | None, *, is_long: bool) -> int:
         own = 0 if lora is None else int(lora.path.rpartition("-")[2])
-        return int(mixed(self.weights * 10007 + own * 101 + is_long))
+        return int(mixed((self.weights * 10007 + own * 101 + is_long) % (1 << 64)))
 
     def hidden_rows(self, slots: IntArray) -> Array:
         return self._hidden[slots]

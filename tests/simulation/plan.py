@@ -159,7 +159,9 @@ class _Drawer:
 
     def plan(self, fixed: dict[str, Any]) -> Plan:
         rng = self._rng
-        settings = self._settings(fixed)
+        has_twins = rng.random() < 0.2
+        twins = {"letters": 1, "num_slots": rng.choice([12, 16, 24])} if has_twins else {}
+        settings = self._settings(twins | fixed)
         events: list[Event] = []
         kinds = [
             kind for kind in ("lora", "swap", "control", "leave", "fault", "close") if rng.random() < 0.45
@@ -167,6 +169,8 @@ class _Drawer:
         if settings.num_replicas and rng.random() < 0.6 and "fault" not in kinds:
             kinds.append("fault")
         events += [self._ask(settings, has_lora="lora" in kinds) for _ in range(rng.choice([2, 6, 12, 20]))]
+        if has_twins:
+            events += self._twins()
         if rng.random() < 0.25:
             events += [self._visit(settings, number) for number in range(rng.choice([3, 10, 20]))]
         if "lora" in kinds:
@@ -267,6 +271,24 @@ class _Drawer:
             loop=rng.randrange(2),
         )
 
+    def _twins(self) -> list[Event]:
+        """Requests whose prompts begin, or go on with, what others generate, in too small a cache."""
+        rng, events = self._rng, []
+        params = {"max_tokens": 30, "temperature": 0, "seed": 0, "ignore_eos": True}
+        for _ in range(rng.choice([3, 6])):
+            self._names.append(f"ask{len(self._names)}")
+            ask = Ask(
+                at=self._at(),
+                name=self._names[-1],
+                prompts=((97,) * rng.choice([2, 4, 8, 11]),),
+                params=params | {"n": rng.choice([1, 1, 2])},
+                streams=True,
+                buffer_rows=rng.choice([1, 3, 64]),
+                delay_s=rng.choice([0, 0.2, 1e6]),
+            )
+            events.append(ask)
+        return events
+
     def _visit(self, settings: Settings, number: int) -> Visit:
         rng = self._rng
         most = min(settings.num_slots, 40)
@@ -299,6 +321,11 @@ class _Drawer:
         """A swap, and often requests that come while it waits, and leave before it is done."""
         rng, at = self._rng, self._at()
         events: list[Event] = [Swap(at=at, weights=rng.choice([1, 2, 3, 99]), finishes=rng.random() < 0.7)]
+        if settings.num_replicas and rng.random() < 0.5:  # the process that is started again must have them
+            events.append(Fault(at=round(at + 0.6, 4), what="kill", replica=rng.randrange(2)))
+            for _ in range(3):
+                ask = self._ask(settings, has_lora=has_lora)
+                events.append(dataclasses.replace(ask, at=round(at + 1.5, 4)))
         for _ in range(rng.choice([0, 2])):
             ask = self._ask(settings, has_lora=has_lora)
             late = round(at + rng.choice([0.001, 0.01, 0.3]), 4)

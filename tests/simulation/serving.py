@@ -60,7 +60,8 @@ class Served:
         if is_gone:
             world.sometimes["client left"] += 1
             return
-        allowed = UNLUCKY if world.had_faults or world.is_changed else FULL
+        is_unlucky = world.had_faults or world.is_changed or world.settings.is_poisoned
+        allowed = UNLUCKY if is_unlucky else FULL
         world.sometimes["server was full"] += status == 429
         world.require(status == 200 or status in allowed, f"{visit.path}: status {status} {data[:200]!r}")
         if status != 200:

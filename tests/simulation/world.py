@@ -181,8 +181,10 @@ class WatchedEngine(Engine):
 
         def checked_schedule() -> StepPlan:
             waiting = [sample for sample in scheduler.waiting if not sample.is_paused]
+            num_preempted = scheduler.num_preempted
             plan = schedule()
-            self._check_plan(scheduler, plan, waiting)
+            has_preempted = scheduler.num_preempted > num_preempted
+            self._check_plan(scheduler, plan, waiting, has_preempted=has_preempted)
             return plan
 
         def counted_evict(count: int) -> None:
@@ -204,7 +206,9 @@ class WatchedEngine(Engine):
         scheduler._preempt, scheduler._restart_outgrown = counted_preempt, counted_restart  # type: ignore[method-assign]
         return scheduler
 
-    def _check_plan(self, scheduler: Scheduler, plan: StepPlan, waiting: list[Sample]) -> None:
+    def _check_plan(
+        self, scheduler: Scheduler, plan: StepPlan, waiting: list[Sample], *, has_preempted: bool
+    ) -> None:
         """Check a step's size, and that nothing waits while there is capacity, or is overtaken."""
         require, running = self.world.require, scheduler.running
         num_tokens = sum(map(len, plan.tokens))
@@ -212,7 +216,7 @@ class WatchedEngine(Engine):
         active = [sample for sample in running if not sample.is_paused]
         left = [sample for sample in scheduler.waiting if not sample.is_paused]
         need = max((len(sample.token_ids) + 1 for sample in left), default=0)
-        if left and len(active) < scheduler.max_running:
+        if left and len(active) < scheduler.max_running and not has_preempted:  # else they start next time
             require(scheduler.num_available < need, "a sample waits while there are places and slots")
         new = [sample for sample in waiting if sample not in self._started]
         new.sort(key=self._arrivals.__getitem__)
@@ -610,9 +614,9 @@ class World:
             error = completion.error
             if error is None:
                 continue
-            if type(error) is type(alone.error):
-                kind = "processor raised" if isinstance(error, errors.ProcessorError) else "row was NaN"
-                self.sometimes[kind] += 1
+            own = {errors.ProcessorError: "processor raised", errors.NonFiniteLogitsError: "row was NaN"}
+            if type(error) in own and type(error) is type(alone.error):
+                self.sometimes[own[type(error)]] += 1
                 continue
             if isinstance(error, errors.WeightsReplacedError):
                 self.sometimes["ended by swap"] += 1

@@ -17,12 +17,13 @@ if TYPE_CHECKING:
     from logprobe.analysis.baseline.models import Baseline as Baseline
     from logprobe.analysis.baseline.models import compare_with_baseline as compare_with_baseline
     from logprobe.analysis.baseline.models import save_baseline as save_baseline
+    from logprobe.analysis.classification import Classification as Classification
+    from logprobe.analysis.classification import Confidence as Confidence
     from logprobe.analysis.comparison import Acceptance as Acceptance
     from logprobe.analysis.comparison import Comparison as Comparison
     from logprobe.analysis.comparison import compare as compare
     from logprobe.analysis.comparison import compare_stored as compare_stored
     from logprobe.analysis.comparison import compare_with_stored as compare_with_stored
-    from logprobe.analysis.confidence import Confidence as Confidence
     from logprobe.analysis.confidence import FittedConfidence as FittedConfidence
     from logprobe.analysis.confidence import calibrate as calibrate
     from logprobe.analysis.datasets.run import Summary as Summary
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from logprobe.analysis.distillation.run import DistilSummary as DistilSummary
     from logprobe.analysis.distillation.run import distil as distil
     from logprobe.analysis.distillation.settings import DistilSettings as DistilSettings
-    from logprobe.analysis.labels import Classification as Classification
     from logprobe.analysis.labels import Judgement as Judgement
     from logprobe.analysis.lens import LogitLens as LogitLens
     from logprobe.analysis.masked import MaskedLM as MaskedLM
@@ -52,6 +52,8 @@ if TYPE_CHECKING:
     from logprobe.analysis.uncertainty import LowConfidence as LowConfidence
     from logprobe.analysis.uncertainty import SampledAnswer as SampledAnswer
     from logprobe.analysis.uncertainty import Uncertainty as Uncertainty
+    from logprobe.analysis.verification import Verification as Verification
+    from logprobe.analysis.verification import verify as verify
     from logprobe.analysis.windows import Perplexity as Perplexity
     from logprobe.records.fields import Field as Field
     from logprobe.records.fields import fields_of as fields_of
@@ -61,9 +63,9 @@ _HOMES = {
     "Acceptance": ".comparison",
     "AuditReport": ".auditing.report",
     "Baseline": ".baseline.models",
-    "Classification": ".labels",
+    "Classification": ".classification",
     "Comparison": ".comparison",
-    "Confidence": ".confidence",
+    "Confidence": ".classification",
     "ConformanceReport": ".auditing.conformance",
     "DataSettings": ".datasets.settings",
     "DistilSettings": ".distillation.settings",
@@ -89,6 +91,7 @@ _HOMES = {
     "Summary": ".datasets.run",
     "Uncertainty": ".uncertainty",
     "Unit": ".texts",
+    "Verification": ".verification",
     "activations_to_arrow": ".activation_files",
     "audit": ".auditing.run",
     "binoculars": ".detection",
@@ -105,6 +108,7 @@ _HOMES = {
     "save_activations": ".activation_files",
     "save_baseline": ".baseline.models",
     "score_dataset": ".datasets.run",
+    "verify": ".verification",
     "write_rollouts": ".rollout_files",
 }
 

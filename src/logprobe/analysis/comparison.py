@@ -24,6 +24,7 @@ from logprobe.analysis.texts import surprisal
 from logprobe.errors import InputError, ParameterError, require
 from logprobe.records.forms.finite import finite_fields
 from logprobe.sampling import SamplingParams
+from logprobe.text.edge import same_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -43,8 +44,6 @@ POSITIONS_A_CALL = 256
 CLIP = 0.2  # the usual clip range of PPO
 MAX_DRAFTED: Final = 8
 ROUNDING: Final = 2.0**-24  # rounding error of float32 probabilities
-SAME_TOKENS_PROBE: Final = "The 12 cats\n\tdidn't é 🌊 你好"
-"""A text that shows whether two tokenizers with the same tokens also split text by the same rules."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -328,15 +327,7 @@ def _route_changes(a: Scorer, b: Scorer, token_ids: IntArray) -> NDArray[np.bool
 
 def same_vocabulary(a: Scorer, b: Scorer) -> bool:
     """Return True if both models have the same tokens and tokenize a probe text to the same ids."""
-    if a.text is b.text:
-        return True
-    mine, theirs = a.text, b.text
-    same_pieces = len(mine.vocabulary) == len(theirs.vocabulary) and all(
-        mine.vocabulary.token_bytes(i) == theirs.vocabulary.token_bytes(i)
-        for i in range(len(mine.vocabulary))
-    )
-    probe = SAME_TOKENS_PROBE
-    return same_pieces and mine.encode(probe).tolist() == theirs.encode(probe).tolist()
+    return same_tokens(a.text, b.text)
 
 
 class TextTokens(NamedTuple):

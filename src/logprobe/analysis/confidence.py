@@ -9,7 +9,6 @@ quarter measures the calibration error and Brier score before and after, and the
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
@@ -18,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from logprobe.analysis import measures
-from logprobe.analysis.labels import Classification
+from logprobe.analysis.classification import Classification, Confidence
 from logprobe.errors import InputError, MissingPackageError, ParameterError, require
 from logprobe.records.forms.versions import Versioned, check_version
 
@@ -40,33 +39,6 @@ ANSWERS: Final = ("right", "wrong")
 
 Answer: TypeAlias = Classification | float
 """Probabilities of labels, or the confidence in one answer, in [0, 1]."""
-
-
-@dataclass(frozen=True, slots=True)
-class Confidence:
-    """Fitted probabilities of one answer."""
-
-    labels: tuple[str, ...]
-    shares: Floats  # (L,) fitted probabilities, which sum to 1
-    label_set: tuple[str, ...]  # has the true label with at least the fit's coverage; may be empty
-
-    @property
-    def label(self) -> str:
-        """The label with the highest fitted probability; in a tie, the first."""
-        return self.labels[int(self.shares.argmax())]
-
-    @property
-    def probability(self) -> float:
-        """Fitted probability of `label`."""
-        return float(self.shares.max())
-
-    @property
-    def probabilities(self) -> dict[str, float]:
-        """Fitted probability by label."""
-        return dict(zip(self.labels, self.shares.tolist(), strict=True))
-
-    def __repr__(self) -> str:
-        return f"<Confidence: {self.label!r} {self.probability:.3f}, set {list(self.label_set)}>"
 
 
 class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

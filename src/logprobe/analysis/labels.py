@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from logprobe.analysis import measures
+from logprobe.analysis.classification import Classification
 from logprobe.errors import ParameterError, require
 from logprobe.text.boundary import Split, split_texts
 from logprobe.text.chat import as_conversations, read_messages
@@ -28,7 +29,7 @@ from logprobe.text.prompts import is_prompt_dict, plain_prompt
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from logprobe.analysis.confidence import Confidence, FittedConfidence
+    from logprobe.analysis.confidence import FittedConfidence
     from logprobe.analysis.score import Score
     from logprobe.records.values import IntArray
     from logprobe.text.boundary import Boundary, Pair
@@ -59,48 +60,6 @@ RERANK_AFTER: Final = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\
 RERANK_PAIR: Final = "<Instruct>: {task}\n<Query>: {query}\n<Document>: {document}"
 RERANK_TEMPLATE: Final = (RERANK_BEFORE, RERANK_PAIR, RERANK_AFTER)
 YES_NO: Final = ("yes", "no")
-
-
-@dataclass(frozen=True, slots=True)
-class Classification:
-    """Probabilities of L labels after one prompt."""
-
-    labels: tuple[str, ...]
-    logprobs: Floats  # (L,) nats, log P(any of the label's texts | prompt), without correction
-    corrected: Floats  # (L,) nats, `logprobs` after the correction, if any
-    boundary: Boundary = "token"  # "bytes" if a token spans the end of the prompt and the start of a label
-    confidence: Confidence | None = None  # fitted probabilities, if a fit was given
-
-    @property
-    def probabilities(self) -> dict[str, float]:
-        """Softmax of `corrected`, by label; NaN if no label is possible."""
-        with np.errstate(invalid="ignore"):
-            shares = np.exp(self.corrected - np.logaddexp.reduce(self.corrected))
-        return dict(zip(self.labels, shares.tolist(), strict=True))
-
-    @property
-    def label(self) -> str:
-        """The most probable label; in a tie, the first of the labels."""
-        return self.labels[int(self.corrected.argmax())]
-
-    @property
-    def mass(self) -> float:
-        """Total probability of all labels; 1 - `mass` is the probability of any other answer."""
-        return float(np.exp(np.logaddexp.reduce(self.logprobs)))
-
-    @property
-    def margin(self) -> float:
-        """Difference in nats between the best and the second-best label.
-
-        Infinity with a single label, and NaN if both labels are impossible.
-        """
-        ordered = np.sort(self.corrected)
-        with np.errstate(invalid="ignore"):
-            return float(ordered[-1] - ordered[-2]) if len(ordered) > 1 else float("inf")
-
-    def __repr__(self) -> str:
-        shares = ", ".join(f"{label!r}: {share:.3f}" for label, share in self.probabilities.items())
-        return f"<Classification: {{{shares}}}, mass {self.mass:.3f}>"
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,6 +91,7 @@ def _forced_params(params: SamplingParams, num_tokens: int, reports: SamplingPar
         prompt_logprobs=None,
         logprobs_mode="processed_logprobs",
         explain=False,
+        digest=False,
         **extras_of(reports),
     )
 

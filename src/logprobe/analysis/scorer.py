@@ -51,6 +51,7 @@ class Scorer(Protocol):
         varentropy: bool = False,
         unconditional: bool = False,
         logprobs: int = 0,
+        logprob_token_ids: Any = None,
     ) -> list[Score]:
         """Score continuations; see `LLM.score`."""
         ...

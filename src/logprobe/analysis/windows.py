@@ -88,7 +88,8 @@ def score_windows(
     first = next(all_windows, None)
     if first is None:
         return
-    early = ([part] for part in growing(first))
+    is_whole = len(first.token_ids) < settings.window  # the text fits into one window
+    early = [[first]] if is_whole else ([part] for part in growing(first))
     versions: set[str | None] = set()
     for scored in in_flight(score, chain(early, _batches(all_windows))):
         versions |= {

@@ -39,6 +39,7 @@ COMMANDS: Final = {
     "compare": "logprobe.cli.compare:compare",
     "distil": "logprobe.cli.distil:distil",
     "audit": "logprobe.cli.audit:audit",
+    "verify": "logprobe.cli.verify:verify",
     "info": "logprobe.cli.info:info",
     "chat": "logprobe.cli.chat:chat",
     "serve": "logprobe.cli.serve:serve",

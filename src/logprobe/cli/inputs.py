@@ -8,6 +8,8 @@ from __future__ import annotations
 import codecs
 import sys
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,7 +28,6 @@ TextOption = Annotated[
 ]
 
 PART_BYTES = 1 << 18
-HEAD_CHARS = 1 << 20  # longer texts are never in memory as a whole
 
 
 def read_text(name: str) -> str:
@@ -63,38 +64,12 @@ def text_parts(name: str) -> Iterator[str]:
         raise _empty(title)
 
 
+@dataclass(frozen=True, slots=True)
 class TextSource:
-    """A text of any length, which is read in parts; the first `HEAD_CHARS` characters are read at once."""
+    """A text of any length."""
 
-    def __init__(self, parts: Iterator[str], num_bytes: int | None) -> None:
-        self.num_bytes = num_bytes  # None if not known
-        self.head = ""  # the beginning of the text, which is all of it unless the text is long
-        self.is_long = False
-        for part in parts:
-            self.head += part
-            if len(self.head) > HEAD_CHARS:
-                self.is_long = True
-                break
-        self._rest = parts
-
-    @classmethod
-    def of_file(cls, name: str) -> TextSource:
-        """Open a file, or standard input if `name` is `-`; raises the errors of `text_parts`."""
-        path = Path(name)
-        return cls(text_parts(name), path.stat().st_size if name != STDIN and path.is_file() else None)
-
-    @classmethod
-    def of_text(cls, title: str, text: str) -> TextSource:
-        """Wrap a text that is in memory; raises `InputError` if it is empty, naming `title`."""
-        if not text:
-            raise _empty(title)
-        return cls(iter([text]), len(text.encode("utf-8", "surrogatepass")))
-
-    def parts(self) -> Iterator[str]:
-        """Yield the whole text in parts; may be called only once."""
-        yield self.head
-        self.head = ""
-        yield from self._rest
+    parts: Iterator[str]  # the text in parts, which can be read once
+    num_bytes: int | None  # None if not known
 
 
 def source_of(file: str | None, text: str | None) -> TextSource:
@@ -106,7 +81,15 @@ def source_of(file: str | None, text: str | None) -> TextSource:
     """
     if (file is None) == (text is None):
         raise typer.BadParameter("give either a file (-: standard input) or --text", param_hint="FILE")
-    return TextSource.of_text("--text", text or "") if file is None else TextSource.of_file(file)
+    if text is not None:
+        if not text:
+            raise _empty("--text")
+        return TextSource(iter([text]), len(text.encode("utf-8", "surrogatepass")))
+    assert file is not None
+    path = Path(file)
+    parts = text_parts(file)
+    begun = chain([next(parts)], parts)  # reads the first part now: most errors come before a model is loaded
+    return TextSource(begun, path.stat().st_size if file != STDIN and path.is_file() else None)
 
 
 def holds_rows(name: str) -> bool:

@@ -19,7 +19,8 @@ from logprobe.cli.tables import print_facts, table
 from logprobe.errors import require
 
 if TYPE_CHECKING:
-    from logprobe.analysis.labels import Classification, Judgement
+    from logprobe.analysis.classification import Classification
+    from logprobe.analysis.labels import Judgement
 
 _prompt = partial(typer.Option, rich_help_panel="Prompt")
 

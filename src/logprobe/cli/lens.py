@@ -61,7 +61,7 @@ def lens(
         if asked is None and not (as_json or plot):
             asked = _spread(llm)
         with naming(text="--text", layers="--layers", prompt_logprobs="--top"):
-            found = llm.logit_lens("".join(source.parts()), asked, logprobs=top)
+            found = llm.logit_lens("".join(source.parts), asked, logprobs=top)
         if plot is not None:
             found.plot().save(plot)
         if as_json:

@@ -151,12 +151,12 @@ class EngineFlags(LoadFlags):
         ),
     ] = False
     speculate: Annotated[
-        bool,
+        str,
         _speed(
-            help="Guess the next tokens of a text that repeats itself or its prompt, and verify several in "
-            "one step; results are the same."
+            help="Guess the next tokens, and verify several in one step; results are the same. lookup: from "
+            "repetitions in the text. model:NAME: also from a smaller model with the same tokenizer."
         ),
-    ] = False
+    ] = "off"
     process: Annotated[
         bool, _speed("--engine-process/--no-engine-process", help="Run the engine in a process of its own.")
     ] = False

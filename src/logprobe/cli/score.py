@@ -11,7 +11,7 @@ import typer
 from logprobe.cli.command import naming
 from logprobe.cli.inputs import TextOption, holds_rows, source_of
 from logprobe.cli.options import BosOption, JsonOption, ModelFlags
-from logprobe.cli.rows import info_dict, token_rows, totals, totals_of
+from logprobe.cli.rows import info_dict, token_rows, totals_of
 from logprobe.cli.shade import Shader, can_shade, legend
 from logprobe.cli.tables import (
     console,
@@ -21,7 +21,6 @@ from logprobe.cli.tables import (
     refuse_vocabulary,
     totals_lines,
 )
-from logprobe.errors import PromptTooLongError
 from logprobe.records.forms.finite import finite_value
 from logprobe.sampling import SamplingParams
 
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from logprobe.cli.inputs import TextSource
     from logprobe.cli.rows import TokenRow
     from logprobe.llm import LLM
-    from logprobe.records import FlatLogprobs, LogprobsInfo
+    from logprobe.records import LogprobsInfo
 
 _output = partial(typer.Option, rich_help_panel="Output")
 _windows = partial(typer.Option, rich_help_panel="Long texts")
@@ -103,16 +102,12 @@ def score(
     source = source_of(file, text)
     refuse_vocabulary(logprobs, "--logprobs")
     with model.open() as llm:
-        scored: ScoredText | None
+        scored: ScoredText
         if context is not None:
-            continuation = "".join(source.parts())
+            continuation = "".join(source.parts)
             with naming(pairs="--context"):
                 scored = Continuation(llm, context, continuation, logprobs)
-        elif summary or has_windows or source.is_long:
-            scored = None
         else:
-            scored = _fitting(llm, source.head, params)
-        if scored is None:
             scored = TextInWindows(
                 llm,
                 source,
@@ -130,47 +125,10 @@ def score(
             _print_text(scored, rows, logprobs, is_table=tokens or logprobs != 0)
 
 
-def _fitting(llm: LLM, text: str, params: SamplingParams) -> WholeText | None:
-    """Score a text in one piece, or return None if it does not fit into the context."""
-    try:
-        return WholeText(llm, text, params)
-    except PromptTooLongError:
-        return None
-
-
-class WholeText:
-    """A text scored in one piece."""
-
-    def __init__(self, llm: LLM, text: str, params: SamplingParams) -> None:
-        (output,) = llm.generate(text, params, progress=True)
-        assert output.prompt_logprobs is not None
-        self._rows = rows = token_rows(output.prompt_token_ids, output.prompt_logprobs, llm.text.vocabulary)
-        bare, spans = llm.text.encode_with_spans(text)
-        ids = output.prompt_token_ids
-        has_bos = len(ids) > len(bare) and ids[:1] != bare[:1].tolist()
-        self.num_added = int(has_bos)  # number of rows that are not part of the text: 1 if there is a BOS
-        self.before: dict[str, Any] = {"bos_token": rows[0]["token"] if has_bos else None}
-        num_bytes = len(text.encode())
-        num_unscored = 0 if has_bos else int(spans[0, 1])
-        self._after = {
-            "totals": totals(rows, num_bytes, num_bytes - num_unscored),
-            **({"detect": _detected(text, output.prompt_logprobs)} if params.varentropy else {}),
-            "info": info_dict(llm, output.info),
-        }
-
-    def rows(self) -> Iterator[list[TokenRow]]:
-        """Yield all rows at once."""
-        yield self._rows
-
-    def after(self) -> dict[str, Any]:
-        """Return the JSON fields after the tokens: totals and information on the numbers."""
-        return self._after
-
-
 class Continuation:
     """A text scored after a context."""
 
-    num_added = 0
+    num_added = 0  # number of rows that are not part of the text
 
     def __init__(self, llm: LLM, context: str, text: str, num_logprobs: int) -> None:
         (score,) = llm.score([(context, text)], entropy=True, logprobs=num_logprobs)
@@ -187,21 +145,6 @@ class Continuation:
     def after(self) -> dict[str, Any]:
         """Return the JSON fields after the tokens: totals and information on the numbers."""
         return self._after
-
-
-def _detected(text: str, record: FlatLogprobs) -> dict[str, float | None]:
-    """Return the detection measures of a text.
-
-    `record` has one position per token, of which the first is not scored.
-    """
-    from logprobe.analysis.detection import Detector
-
-    detector = Detector()
-    own = record[1:]
-    columns = (own.chosen_entries().logprobs, own.extras["entropy"], own.extras["varentropy"])
-    detector.add_tokens(*(column.tolist() for column in columns))
-    detector.add_text(text)
-    return _finite(detector)
 
 
 def _finite(detector: Detector) -> dict[str, float | None]:
@@ -278,7 +221,7 @@ class TextInWindows:
                     yield unscored + token_rows(score.token_ids, score.record, vocabulary)
 
     def _parts(self) -> Iterator[str]:
-        for part in self._source.parts():
+        for part in self._source.parts:
             if self._detector is not None:
                 self._detector.add_text(part)
             yield part
@@ -296,7 +239,7 @@ class TextInWindows:
         }
 
 
-ScoredText: TypeAlias = WholeText | Continuation | TextInWindows
+ScoredText: TypeAlias = Continuation | TextInWindows
 
 
 def _print_json(text: ScoredText, rows: Iterator[list[TokenRow]]) -> None:
@@ -331,14 +274,14 @@ def _print_text(
     elif num_tokens:
         typer.echo()
     after = text.after()
-    print_facts([*totals_lines(after["totals"], _note(text.before)), *number_lines(after.get("detect", {}))])
+    note = _note(text.before, after["totals"]["num_tokens"])
+    print_facts([*totals_lines(after["totals"], note), *number_lines(after.get("detect", {}))])
 
 
-def _note(facts: dict[str, Any]) -> str:
+def _note(facts: dict[str, Any], num_tokens: int) -> str:
     """Describe which tokens are scored, and how."""
     if "boundary" in facts:
         return f"after the context; boundary: {facts['boundary']}"
     note = f"first token: {facts['bos_token'] or 'not scored'}"
-    return (
-        note if "window" not in facts else f"{note}; windows of {facts['window']}, stride {facts['stride']}"
-    )
+    has_windows = num_tokens > facts["window"]
+    return f"{note}; windows of {facts['window']}, stride {facts['stride']}" if has_windows else note

@@ -101,7 +101,7 @@ def _rows_of(data: InputFlags, settings: DataSettings, text: str | None) -> Iter
         rows = read_rows(data.sources(settings.columns), settings.columns)
         return (checked(row, settings) for row in rows)
     source = source_of(files[0] if files else None, text)
-    values = {settings.text_column: "".join(source.parts())}
+    values = {settings.text_column: "".join(source.parts)}
     return iter([checked(Row(index=0, source="text", line=1, num_bytes=0, values=values), settings)])
 
 

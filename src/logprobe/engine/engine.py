@@ -49,6 +49,7 @@ from logprobe.transport.messages import (
 
 if TYPE_CHECKING:
     from logprobe.config import EngineConfig
+    from logprobe.engine.draft_model import DraftModel
     from logprobe.engine.plan.sample import SampleRow
     from logprobe.engine.plan.scheduler import StepPlan
     from logprobe.engine.protocol import ForwardBackend, Layout
@@ -121,8 +122,10 @@ class Engine:
         forward: ForwardBackend,
         text: TextEdge,
         eos_token_ids: frozenset[int],
+        drafter: DraftModel | None = None,
     ) -> None:
         self.config = config
+        self.drafter = drafter
         self.forward = forward
         self.max_len = min(
             config.max_model_len or forward.context_len, forward.context_len, forward.num_slots
@@ -147,6 +150,8 @@ class Engine:
     def close(self) -> None:
         """Release the model; the engine cannot be used afterwards."""
         self.forward.close()
+        if self.drafter is not None:
+            self.drafter.close()
 
     @property
     def has_work(self) -> bool:
@@ -288,6 +293,8 @@ class Engine:
     def check_integrity(self) -> None:
         """Assert that every KV cache slot has exactly one owner."""
         self.scheduler.check_integrity()
+        if self.drafter is not None:
+            self.drafter.check_integrity()
 
     def stats(self) -> EngineStats:
         """Return the current statistics; while the engine runs, they are not an atomic snapshot."""
@@ -301,8 +308,10 @@ class Engine:
             cached_tokens=scheduler.num_cached_tokens,
             preempted=scheduler.num_preempted,
             pauses=self._num_pauses,
-            drafted_tokens=scheduler.num_drafted,
-            accepted_tokens=scheduler.num_accepted,
+            drafted_tokens=scheduler.drafts.num_drafted,
+            accepted_tokens=scheduler.drafts.num_accepted,
+            drafted_by_position=[*scheduler.drafts.drafted_by_position],
+            accepted_by_position=[*scheduler.drafts.accepted_by_position],
             seconds=dict(self.clock.seconds),
             processors=dict(self.sampling.pipeline.counters),
             durations={name: lasted.copy() for name, lasted in self._durations.items()},
@@ -317,6 +326,7 @@ class Engine:
             gathers_calls=self.sampling.pipeline.gathers_calls,
             waits=self._durations["queue"],
             on_free=self.scorer.forget,
+            drafter=self.drafter,
         )
 
     def _swap_weights(self) -> list[Event]:

@@ -13,6 +13,7 @@ import numpy as np
 from logprobe.engine.plan.sample import GENERATOR
 from logprobe.engine.request import RequestOutput, end_with_error, keep_best
 from logprobe.records import FlatLogprobs
+from logprobe.records.digests import digests_of, split_given
 from logprobe.records.rows import EXTRAS
 from logprobe.transport.messages import Failure
 
@@ -69,6 +70,8 @@ class Describer:
     def _open_completion(self, completion: CompletionOutput, params: SamplingParams) -> None:
         if params.explain:
             completion.explanations = []
+        if params.digest:
+            completion.digests = []
         if params.logprobs is None:
             return
         completion.logprobs = FlatLogprobs(table=self.table)
@@ -200,19 +203,26 @@ class OutputBuilder:
         is_alone = self._params.logprobs_mode == "processed_logprobs"
         if delta.raw is not None:
             completion.raw_logprob = _plus_chosen(completion.raw_logprob, delta.raw)
+            if completion.digests is not None:
+                assert delta.raw.given is not None, "digests are computed from given ids"
+                assert self.output.info is not None, "digests need logprobs"
+                _, sampled = split_given(delta.raw.given)
+                completion.digests += digests_of(sampled, len(completion.digests), self.output.info)
             if completion.logprobs is not None and not is_alone:
-                self._append(completion.logprobs, delta.raw)
+                self._append(completion.logprobs, delta.raw, has_digests=self._params.digest)
                 completion.cumulative_logprob = completion.raw_logprob
         if delta.processed is not None:
             container = completion.logprobs if is_alone else completion.processed_logprobs
             assert container is not None
-            self._append(container, delta.processed)
+            self._append(container, delta.processed, has_digests=self._params.digest)
             if is_alone:
                 completion.cumulative_logprob = _plus_chosen(completion.cumulative_logprob, delta.processed)
 
-    def _append(self, record: FlatLogprobs, rows: HostRows) -> None:
+    def _append(self, record: FlatLogprobs, rows: HostRows, *, has_digests: bool = False) -> None:
         # The rows may have more columns, which other requests in the step asked for.
         given = rows.given if self._params.logprob_token_ids else None
+        if has_digests and given is not None:
+            given, _ = split_given(given)
         record.append_rows(
             rows.token_ids,
             rows.logprobs,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -63,6 +64,7 @@ class ModelShape:
 
     hidden_size: int
     num_layers: int
+    weight_bytes: int = 0  # of matrices in memory; 0: unknown
     why_no_layers: str | None = None  # why hidden states of inner layers are not reported; None: they are
     num_expert_layers: int = 0  # layers with routed experts
     num_experts: int = 0  # per such layer
@@ -88,7 +90,8 @@ class Capabilities:
     stages: tuple[str, ...]
     layout: Layout | None = None  # how the layers run
     num_processes: int = 0  # engine processes, each with its own KV cache; 0: runs in this process
-    speculate: bool = False  # draft tokens from repeated text and verify several in one step
+    speculate: bool = False  # draft tokens and verify several in one step
+    draft_model: str | None = None  # model that drafts tokens; None: they are drafted from repeated text
     weight_version: str | None = None  # see `LogprobsInfo.weight_version`
     quantization: str | None = None  # of the checkpoint, such as `Q4_1`; None: not quantized
     shape: ModelShape | None = None  # None: the engine reports no activations
@@ -134,6 +137,9 @@ class EngineStats:
     processors: dict[str, ProcessorCounter]  # by logits processor name
     drafted_tokens: int = 0  # proposed by speculative decoding
     accepted_tokens: int = 0  # draft tokens that were accepted
+    # the same by place among the drafts of a step, from 0
+    drafted_by_position: list[int] = field(default_factory=list)
+    accepted_by_position: list[int] = field(default_factory=list)
     restarts: int = 0  # of engine processes
     is_up: bool = True  # accepts requests; with several replicas: at least one of them does
     # Why the engine does not accept requests or does not respond; with several replicas: each one's reason.
@@ -169,8 +175,12 @@ class EngineStats:
                 durations[name] = durations.get(name, Durations()) + lasted
             for name, counter in part.processors.items():
                 processors[name] = processors.get(name, ProcessorCounter()) + counter
+        drafted = zip_longest(*(part.drafted_by_position for part in parts), fillvalue=0)
+        accepted = zip_longest(*(part.accepted_by_position for part in parts), fillvalue=0)
         return cls(
             **{name: sum(getattr(part, name) for part in parts) for name in counts},
+            drafted_by_position=[*map(sum, drafted)],
+            accepted_by_position=[*map(sum, accepted)],
             seconds=dict(seconds),
             processors=processors,
             is_up=any(part.is_up for part in parts),

@@ -52,6 +52,7 @@ class CompletionOutput:
     num_text_bytes: int | None = None  # length in bytes at which a stop string cut the text; None: not cut
     raw_logprob: float | None = None  # nats; sum of the chosen tokens' raw logprobs; None: not computed
     explanations: list[list[ProcessorEffect]] | None = None  # per token: effects of the processors
+    digests: list[bytes] | None = None  # per token, 16 bytes; None: not requested
     row: NDArray[np.float32] | None = None  # (vocabulary,) nats, read-only; set if `Request.wants_row`
     drafts: Drafts | None = None  # set at the end if the engine speculates
     # (tokens, layers, hidden size), set at the end: the states from which each token was drawn

@@ -11,6 +11,7 @@ from logprobe.kernels.extraction.head import default_chunk_rows
 from logprobe.kernels.placement import as_rows
 from logprobe.processors.batch import BatchRow
 from logprobe.processors.pipeline import NO_ARGS, Pipeline
+from logprobe.records.digests import digest_ids
 from logprobe.records.rows import HostRows, host_array, on_host
 from logprobe.sampling import Sampler
 
@@ -106,7 +107,9 @@ class SamplingStage:
             return self._sampler.draw(logits, params, uniforms)
         changed = self._apply(chunk, logits)
         forced = [row.sample.forced_token_id(row.ahead) for row in chunk]
-        named = [_named_ids(row) for row in chunk] if any(asked.names_positions for asked in params) else None
+        named = None
+        if any(asked.names_positions or asked.digest for asked in params):
+            named = [_named_ids(row, logits.shape[1]) for row in chunk]
         output = self._sampler.draw(
             logits, params, uniforms, None if changed is None else changed.logits, forced, named
         )
@@ -139,15 +142,20 @@ class SamplingStage:
         return self.pipeline.dead_end(index)
 
 
-def _named_ids(row: SampleRow) -> NamedIds:
+def _named_ids(row: SampleRow, vocab_size: int) -> NamedIds:
     """Return the token ids that the request wants reported for this row.
 
     None if there are none, or if the request's per-position ids are for the prompt.
     """
-    params = row.sample.request.params
-    if params.names_positions and params.prompt_logprobs is not None:
-        return None
-    return params.named_ids_at(row.position - row.sample.num_prompt)
+    params, position = row.sample.request.params, row.position - row.sample.num_prompt
+    is_of_prompt = params.names_positions and params.prompt_logprobs is not None
+    ids = None if is_of_prompt else params.named_ids_at(position)
+    if not params.digest:
+        return ids
+    return [
+        *(() if ids is None else ids),
+        *digest_ids(row.sample.request.prompt_token_ids, position, vocab_size),
+    ]
 
 
 def _rows_of(row: SampleRow) -> ActiveSample:

@@ -84,7 +84,9 @@ def cut_prompt(
         logprob_token_ids=params.logprob_token_ids if has_rows else None,
         **(extras_of(params) if has_rows else extras_of()),
     )
-    scoring = replace(params, max_tokens=0, min_tokens=0, n=1, best_of=None, logprobs=None, explain=False)
+    scoring = replace(
+        params, max_tokens=0, min_tokens=0, n=1, best_of=None, logprobs=None, explain=False, digest=False
+    )
     pairs = window_pairs(ids, 1, max_model_len + 1)
     return [
         (end, generating, 1),

@@ -10,16 +10,17 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
-import subprocess
-import sys
+import time
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import msgspec
 import numpy as np
+import regex
 
 from logprobe.errors import ModelNotFoundError, UnsupportedModelError, in_one_line
 from logprobe.models.cache import checksums_of, listed_version
@@ -37,18 +38,9 @@ if TYPE_CHECKING:
 
 PREFIX = "base_model.model."  # peft's prefix of module names
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's file names
-PATTERN_LIMIT_S = 10
+PATTERN_LIMIT_S = 10  # of all patterns of an adapter together
 PIECE_NUMBERS = 1 << 22  # weights of a matrix held as float64 at a time
 MAX_ID = 2**31 - 1  # largest signed 32-bit integer
-# Program that matches patterns; invalid patterns are skipped here and reported when they are used.
-TRY_PATTERNS = """
-import contextlib, json, re, sys
-patterns, names = json.load(sys.stdin)
-for pattern in patterns:
-    with contextlib.suppress(re.error, RecursionError):
-        for name in names:
-            re.fullmatch(pattern, name), re.match(rf"(.*\\.)?({pattern})$", name)
-"""
 # peft options that are not supported, with the values that turn them off.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "trainable_token_indices": (None, []),
@@ -325,7 +317,7 @@ def load_lora(name: str, path: str | Path, modules: ModelModules, number: int = 
         file.check_saved(modules)
         for module_name in [*sorted(targets), *sorted(file.owners - targets)]:
             file.add_part_(lora, module_name, modules)
-    except (re.error, RecursionError) as error:
+    except (regex.error, RecursionError) as error:
         raise UnsupportedModelError(f"lora {name!r}: has an invalid pattern: {error}") from error
     file.check_used()
     if modules.is_tied:
@@ -406,7 +398,7 @@ def _read_weights(name: str, folder: Path) -> dict[str, Array]:
 def _by_pattern(values: Mapping[str, Any], module_name: str, default: Any) -> Any:
     """Return the value of the first pattern that matches the end of a module's name."""
     for pattern, value in values.items():
-        if re.match(rf"(.*\.)?({pattern})$", module_name):
+        if regex.match(rf"(.*\.)?({pattern})$", module_name):
             return value
     return default
 
@@ -422,7 +414,7 @@ def _targets(config: _Config, modules: ModelModules) -> set[str]:
 
 def _is_target(config: _Config, name: str) -> bool:
     if isinstance(config.target_modules, str):
-        return re.fullmatch(config.target_modules, name) is not None
+        return regex.fullmatch(config.target_modules, name) is not None
     wanted = config.target_modules or ()
     if name in wanted:
         return True
@@ -434,44 +426,39 @@ def _is_target(config: _Config, name: str) -> bool:
     patterns = config.layers_pattern
     if isinstance(patterns, str):
         patterns = [patterns] if patterns else []
-    found = None if patterns else re.match(r".*?\.[^.]*\.(\d+)\.", name)
+    found = None if patterns else regex.match(r".*?\.[^.]*\.(\d+)\.", name)
     for pattern in patterns or ():
-        found = found or re.match(rf"(?:^|.*?\.){pattern}\.(\d+)\.", name)
+        found = found or regex.match(rf"(?:^|.*?\.){pattern}\.(\d+)\.", name)
     return found is not None and int(found[1]) in ([layers] if isinstance(layers, int) else layers)
 
 
 def _is_left_out(config: _Config, name: str) -> bool:
     excluded = config.exclude_modules or []
     if isinstance(excluded, str):
-        if re.fullmatch(excluded, name):
+        if regex.fullmatch(excluded, name):
             return True
     elif any(name == end or name.endswith(f".{end}") for end in excluded):
         return True
-    return any(re.match(rf"(^|.*\.){saved}($|\..*)", name) for saved in config.modules_to_save or ())
+    return any(regex.match(rf"(^|.*\.){saved}($|\..*)", name) for saved in config.modules_to_save or ())
 
 
 def _check_patterns(name: str, config: _Config, modules: ModelModules) -> None:
-    """Reject regular expressions in the configuration that take too long, by trying them in a subprocess.
+    """Reject regular expressions in the configuration that take too long, by matching all module names.
 
-    They are matched against all module names, and catastrophic backtracking might never end.
+    Catastrophic backtracking might never end. `regex` matches as `re` does, but within a time limit.
     """
     given = (config.target_modules, config.exclude_modules, config.layers_pattern)
     patterns = [pattern for pattern in given if isinstance(pattern, str)]
     for listed in (config.layers_pattern, config.modules_to_save):
         patterns += listed if isinstance(listed, list) else []
     patterns += [*(config.rank_pattern or ()), *(config.alpha_pattern or ())]
-    if not any(set(pattern) & set("*+{") for pattern in patterns):
-        return
-    asked = json.dumps([patterns, [*modules.linear, modules.embedding]])
+    deadline = time.monotonic() + PATTERN_LIMIT_S
     try:
-        subprocess.run(  # noqa: S603 - our own program; the patterns are its input
-            [sys.executable, "-I", "-c", TRY_PATTERNS],
-            input=asked,
-            text=True,
-            timeout=PATTERN_LIMIT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
+        for pattern, module_name in product(patterns, [*modules.linear, modules.embedding]):
+            with suppress(regex.error, RecursionError):  # reported when the pattern is used
+                for match, tried in ((regex.fullmatch, pattern), (regex.match, rf"(.*\.)?({pattern})$")):
+                    match(tried, module_name, timeout=max(deadline - time.monotonic(), 1e-3))
+    except TimeoutError as error:
         raise UnsupportedModelError(
             f"lora {name!r}: its patterns take longer than {PATTERN_LIMIT_S} s to match; list "
             "module names instead"

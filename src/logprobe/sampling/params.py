@@ -44,11 +44,11 @@ MODES: Final = ("raw_logprobs", "processed_logprobs", "both")
 COUNTS: Final = ("logprobs", "prompt_logprobs")
 FLAGS: Final = (
     *("ignore_eos", "include_stop_str_in_output", *KERNEL_EXTRAS, "explain", "kept_ids"),
-    "return_routed_experts",
+    *("digest", "return_routed_experts"),
 )
 REPORTING_FIELDS: Final = (
     *(*COUNTS, "logprob_token_ids", "logprobs_mode"),
-    *(*KERNEL_EXTRAS, "kept_ids", "explain", "return_hidden_states", "return_routed_experts"),
+    *(*KERNEL_EXTRAS, "kept_ids", "explain", "digest", "return_hidden_states", "return_routed_experts"),
 )
 """Parameters that determine what outputs report about tokens; all others determine the tokens."""
 PENALTIES: Final = ("repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -112,6 +112,8 @@ class SamplingParams:
         margin: report the difference of the two highest logprobs of each distribution, in nats.
         kept_ids: report the token ids that masks and truncation kept, with each processed distribution.
         explain: report how each processor changed the listed candidates, at every position.
+        digest: report a digest of the raw row of each generated token, from which a holder of the weights can
+            verify the reply (`logprobe verify`).
         return_hidden_states: report hidden states of the prompt and of generated tokens. `last`: the states
             after the final norm, from which the output head computes logits. Layer numbers: as in
             transformers, 0 the embeddings, n the output of layer n, the number of layers the same as `last`;
@@ -154,6 +156,7 @@ class SamplingParams:
     margin: bool = False
     kept_ids: bool = False
     explain: bool = False
+    digest: bool = False
     return_hidden_states: Literal["last"] | Sequence[int] | None = None
     return_routed_experts: bool = False
 
@@ -229,6 +232,9 @@ class SamplingParams:
             is_asked = bool(getattr(self, name))
             remedy = "needs logprobs or prompt_logprobs; set one of them (0: the chosen token only)"
             require(is_reported or not is_asked, name, remedy)
+        if self.digest:
+            has_raw = self.logprobs is not None and self.logprobs_mode != "processed_logprobs"
+            require(has_raw, "digest", "needs raw logprobs; set logprobs (0: the chosen token only)")
         is_both = self.prompt_logprobs is not None and self.logprobs is not None and self.max_tokens > 0
         remedy = (
             "with one list per position applies to either prompt_logprobs or logprobs; set only one of them"

@@ -43,7 +43,7 @@ async def answer_binary(
     *,
     is_stream: bool,
 ) -> Response:
-    """Run a generation and return the reply in a binary type; see `reply.answer`.
+    """Run a generation and return the reply in a binary type; see `answers.answer`.
 
     Raises:
         ApiError: the request asks for values that these types do not have.

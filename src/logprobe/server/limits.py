@@ -23,6 +23,7 @@ from logprobe.processors.builtin.grammar import (
     MAX_GRAMMAR_DEPTH,
     MAX_GRAMMAR_PARTS,
 )
+from logprobe.records.digests import NUM_IDS
 from logprobe.records.values import IdLists
 from logprobe.server.http.errors import ApiError, bad_request, server_full
 from logprobe.server.openai.bodies import GUIDED, AnswersBody, LoglikelihoodBody
@@ -540,7 +541,8 @@ def row_entries(params: SamplingParams, k: int | None, vocab_size: int) -> int:
         return 0
     num_top = vocab_size if k == -1 else min(k, vocab_size)
     ids = params.logprob_token_ids
-    return num_top + 1 + (ids.widest if isinstance(ids, IdLists) else len(ids or ()))
+    num_named = NUM_IDS * params.digest + (ids.widest if isinstance(ids, IdLists) else len(ids or ()))
+    return num_top + 1 + num_named
 
 
 def _logprob_bytes(request: Request, vocab_size: int, num_echoes: int) -> int:

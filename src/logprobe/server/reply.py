@@ -22,7 +22,6 @@ from logprobe.server.http.replies import (
     JSON_TYPE,
     StreamedReply,
     event,
-    media_type_of,
     while_connected,
 )
 from logprobe.server.limits import row_entries
@@ -320,20 +319,10 @@ class Shape(Protocol):
         """Bytes that end a stream, whether successful or failed."""
 
 
-async def answer(
+async def answer_json(
     request: HttpRequest, service: Service, generation: Generation, shape: Shape, *, is_stream: bool
 ) -> Response:
-    """Run a generation and return the reply; the generation is aborted if the client disconnects.
-
-    Raises:
-        LogprobeError: a generation without streaming failed.
-        ApiError: the `Accept` header asks for a binary type that the server or the request does not allow.
-        ClientGoneError: the client disconnected before the reply.
-    """
-    if (media_type := media_type_of(request)) != JSON_TYPE:
-        from logprobe.server.binary import answer_binary  # only such requests need it
-
-        return await answer_binary(request, service, generation, shape, media_type, is_stream=is_stream)
+    """Run a generation and return the reply as JSON, or as server-sent events."""
     if is_stream:
         return StreamedReply(
             _events(service, generation, shape),

@@ -149,10 +149,13 @@ def _raw_rows(rows: Iterable[Any]) -> list[msgspec.Raw]:
 def choice_extensions(body: GenerationBody, piece: CompletionPiece) -> dict[str, Any]:
     """Return the optional fields of a choice that the request body asks for."""
     fields: dict[str, Any] = {}
-    if body.return_token_ids:
+    if body.return_token_ids or body.digest:
         fields["token_ids"] = piece.completion.token_ids[piece.start : piece.stop]
     if body.explain:
         fields["explain"] = _explanations(piece)
+    if body.digest:
+        digests = piece.completion.digests or []
+        fields["digests"] = [digest.hex() for digest in digests[piece.start : piece.stop]]
     return fields
 
 
@@ -325,7 +328,7 @@ def _value(value: Any) -> Any:
 def prompt_extensions(service: Service, body: GenerationBody, output: RequestOutput) -> dict[str, Any]:
     """Return the optional fields about a prompt that the request body asks for."""
     fields: dict[str, Any] = {}
-    if body.return_token_ids:
+    if body.return_token_ids or body.digest:
         fields["prompt_token_ids"] = output.prompt_token_ids
     if body.prompt_logprobs is not None and output.prompt_logprobs is not None:
         record = output.prompt_logprobs
@@ -340,7 +343,7 @@ def reply_extensions(
     body: GenerationBody | ResponsesBody, params: SamplingParams, output: RequestOutput | None
 ) -> dict[str, Any]:
     """Return `logprobs_info` if the request or the server sets `logprobs_mode`, otherwise {}."""
-    is_told = body.logprobs_mode is not None or params.logprobs_mode != "raw_logprobs"
+    is_told = body.logprobs_mode is not None or params.logprobs_mode != "raw_logprobs" or params.digest
     if not is_told or output is None or output.info is None:
         return {}
     return {"logprobs_info": output.info.to_dict()}

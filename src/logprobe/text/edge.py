@@ -10,7 +10,7 @@ import logging
 from dataclasses import dataclass, field
 from itertools import compress
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Self, final
+from typing import TYPE_CHECKING, Any, Final, Self, final
 
 import numpy as np
 
@@ -278,3 +278,19 @@ def as_token_ids(prompt: Any, name: str = "prompt") -> IntArray:
     if len(outside):  # do not include the array in the message: numpy is slow to print it
         raise ParameterError(name, f"token id {outside} is outside the range of token ids")
     return ids.astype(np.int32)
+
+
+SAME_TOKENS_PROBE: Final = "The 12 cats\n\tdidn't é 🌊 你好"
+"""A text that shows whether two tokenizers with the same tokens also split text by the same rules."""
+
+
+def same_tokens(mine: TextEdge, theirs: TextEdge) -> bool:
+    """Return True if two tokenizers have the same tokens and split a probe text alike."""
+    if mine is theirs:
+        return True
+    same_pieces = len(mine.vocabulary) == len(theirs.vocabulary) and all(
+        mine.vocabulary.token_bytes(i) == theirs.vocabulary.token_bytes(i)
+        for i in range(len(mine.vocabulary))
+    )
+    probe = SAME_TOKENS_PROBE
+    return same_pieces and mine.encode(probe).tolist() == theirs.encode(probe).tolist()

@@ -137,6 +137,23 @@ class Drafts(msgspec.Struct, omit_defaults=True):
     num_drafted: int = 0
     num_accepted: int = 0
     refusal: str | None = None  # reason why drafting was impossible; None if it was possible
+    # drafted and accepted tokens by their place among the drafts of a step, from 0
+    drafted_by_position: list[int] = []
+    accepted_by_position: list[int] = []
+
+    def count(self, num_drafted: int, num_accepted: int) -> None:
+        """Count the drafts of one step, of which the first `num_accepted` were accepted."""
+        self.num_drafted += num_drafted
+        self.num_accepted += num_accepted
+        add_counts(self.drafted_by_position, num_drafted)
+        add_counts(self.accepted_by_position, num_accepted)
+
+
+def add_counts(counts: list[int], num: int) -> None:
+    """Add 1 to the first `num` counts, and append counts that are missing."""
+    counts += [0] * (num - len(counts))
+    for place in range(num):
+        counts[place] += 1
 
 
 class Finish(msgspec.Struct, frozen=True, eq=False):

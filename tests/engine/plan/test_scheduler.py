@@ -92,6 +92,34 @@ def test_generated_tokens_are_known_to_the_next_request(new_engine: Callable[...
     assert engine.forward.num_tokens_run == num_run + 1  # the last generated token was never run
 
 
+def test_a_prompt_that_preempts_the_text_it_continues_finds_the_tokens_of_that_text(
+    new_engine: Callable[..., Any], assert_same: Callable[..., None]
+) -> None:
+    """The preempted text enters the tree between the search for the prompt's prefix and its insertion."""
+    engine = new_engine(20, max_num_batched_tokens=64, max_num_seqs=8)
+    text = engine.submit("text", [5, 6], max_tokens=12, **GREEDY)
+    for index in range(2):
+        engine.submit(f"r{index}", [20 + index], max_tokens=16, **GREEDY)
+    while len(text.outputs[0].token_ids) < 4:
+        engine.step()
+    engine.engine.handle(Pause("text"))
+    num_available = engine.scheduler.num_available
+    known = [5, 6, *text.outputs[0].token_ids[:3]]
+    # It fits as it starts, but the two that decode take their slots first.
+    ids = [*known, *range(40, 40 + num_available - 1 - (len(known) - 2))]
+    longer = engine.submit("longer", ids, max_tokens=1, prompt_logprobs=2, **GREEDY)
+    engine.step()
+    assert engine.scheduler.num_preempted == 1
+    engine.engine.handle(Resume("text"))
+    engine.run()
+    alone = new_engine(400)
+    want = alone.submit("alone", ids, max_tokens=1, prompt_logprobs=2, **GREEDY)
+    alone.run()
+    assert_same(longer, want)
+    assert len(text.outputs[0].token_ids) == 12
+    engine.assert_idle()
+
+
 @pytest.mark.parametrize("max_num_batched_tokens", [4, 7, 64])
 def test_no_step_runs_more_tokens_than_its_limit(
     new_engine: Callable[..., Any], max_num_batched_tokens: int

@@ -102,9 +102,10 @@ REPORTS: list[dict[str, Any]] = [
     {"logprob_token_ids": [5, 9], "prompt_logprobs": 2, "n": 2},
     {"logprob_token_ids": [[5], [], [6, 7]]},
 ]
+DIGEST: dict[str, Any] = {"digest": True, "n": 2}
 
 
-@pytest.mark.parametrize("asked", REPORTS)
+@pytest.mark.parametrize("asked", [*REPORTS, DIGEST])
 def test_other_reports_come_as_arrow(far: RemoteLLM, tiny_llm: LLM, asked: dict[str, Any]) -> None:
     pytest.importorskip("pyarrow")
     params = SamplingParams(**{"logprobs": 2, "max_tokens": 5, "seed": 3} | asked)
@@ -112,6 +113,7 @@ def test_other_reports_come_as_arrow(far: RemoteLLM, tiny_llm: LLM, asked: dict[
     assert [*map(facts_of, found)] == [*map(facts_of, near)]
     for completion, same in zip(found[0].outputs, near[0].outputs, strict=True):
         assert completion.processed_logprobs == same.processed_logprobs
+        assert completion.digests == same.digests
         for record, want in [
             (completion.logprobs, same.logprobs),
             (completion.processed_logprobs, same.processed_logprobs),

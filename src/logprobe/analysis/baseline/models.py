@@ -17,7 +17,6 @@ from logprobe.analysis.baseline.file import (
     rows_a_block,
 )
 from logprobe.analysis.comparison import (
-    SAME_TOKENS_PROBE,
     Comparison,
     TokenPart,
     of_tokens,
@@ -26,6 +25,7 @@ from logprobe.analysis.comparison import (
     whole_scores,
 )
 from logprobe.errors import InputError, WeightsReplacedError, require
+from logprobe.text.edge import SAME_TOKENS_PROBE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

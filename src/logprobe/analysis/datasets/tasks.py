@@ -16,7 +16,6 @@ from logprobe.analysis import measures
 from logprobe.analysis.datasets.settings import HITS, DataSettings, JudgeSettings, RerankSettings
 from logprobe.analysis.labels import (
     RERANK_TEMPLATE,
-    Classification,
     calibrated,
     classify_plan,
     judge_plan,
@@ -32,6 +31,7 @@ from logprobe.text.windows import last_of_split, window_pairs, window_splits
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
+    from logprobe.analysis.classification import Classification
     from logprobe.analysis.datasets.rows import Question
     from logprobe.analysis.datasets.settings import AnswerSettings, RowSettings
     from logprobe.analysis.labels import Judgement, Plan

@@ -10,7 +10,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from logprobe import runtime
-from logprobe.config import ENGINES
+from logprobe.config import ENGINES, CacheConfig, EngineConfig
 from logprobe.engine.backends.thread import EngineThread
 from logprobe.engine.engine import Engine
 from logprobe.engine.forward.native import NativeForward
@@ -18,21 +18,24 @@ from logprobe.engine.forward.process_memory import keep_out_of_collections, resi
 from logprobe.engine.forward.system_limits import free_bytes
 from logprobe.engine.front import Front
 from logprobe.engine.protocol import Capabilities
-from logprobe.errors import MissingPackageError, ModelError
+from logprobe.errors import MissingPackageError, ModelError, require
 from logprobe.models import load_tokenizer, quantization, resolve, weight_version
 from logprobe.models.cache import in_words
 from logprobe.models.fast_tokenizer import SETTINGS, FastTokenizer, read_fast_tokenizer
 from logprobe.models.folder import reading_errors
 from logprobe.models.quiet import quiet_transformers
 from logprobe.processors.registry import load_processors
-from logprobe.text.edge import TextEdge
+from logprobe.text.edge import TextEdge, same_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from logprobe.config import EngineConfig
+    from logprobe.engine.draft_model import DraftModel
     from logprobe.models import ModelFiles
     from logprobe.processors import Pipeline
+
+DRAFT_SHARE = 4  # the draft model's KV cache has 1/4 of the bytes of the model's
+MIN_DRAFT_BYTES = 1 << 20
 
 logger = logging.getLogger("logprobe")
 
@@ -114,7 +117,8 @@ def build_native_engine(config: EngineConfig) -> NativeParts:
     dtype = str(forward.dtype).removeprefix("torch.")
     config = replace(config, device=forward.device, dtype=dtype)  # the values that processors see
     eos_token_ids = _eos_token_ids(forward, text)
-    engine = Engine(config, forward, text, eos_token_ids)
+    drafter = None if config.scheduler_config.draft_model is None else _load_drafter(config, forward, text)
+    engine = Engine(config, forward, text, eos_token_ids, drafter)
     capabilities = Capabilities(
         engine="native",
         model=files.name,
@@ -128,7 +132,8 @@ def build_native_engine(config: EngineConfig) -> NativeParts:
         max_num_seqs=config.scheduler_config.max_num_seqs,
         prompt_logprobs_with_prefix_cache=True,
         stages=("raw_logprobs", "processed_logprobs"),
-        speculate=config.scheduler_config.speculate,
+        speculate=bool(config.scheduler_config.speculate),
+        draft_model=config.scheduler_config.draft_model,
         layout=forward.layout,
         weight_version=version,
         quantization=quantization(files),
@@ -146,6 +151,25 @@ def build_native_engine(config: EngineConfig) -> NativeParts:
         )
     logger.info("%s: %s", files.name, _what_it_took(forward, runtime.perf_counter() - began))
     return NativeParts(engine, capabilities, text, eos_token_ids, forward.kv_bytes)
+
+
+def _load_drafter(config: EngineConfig, forward: NativeForward, text: TextEdge) -> DraftModel:
+    """Load the draft model of a configuration, for the model in `forward`.
+
+    Raises:
+        ModelError: the draft model cannot be loaded.
+        ParameterError: its tokens are not those of the model.
+    """
+    from logprobe.engine.draft_model import DraftModel
+
+    name = config.scheduler_config.draft_model
+    assert name is not None
+    files = resolve(name)
+    remedy = f"{files.name} has another tokenizer than the model; use a draft model with the same one"
+    require(same_tokens(text, text_edge(files)), "speculate", remedy)
+    cache = CacheConfig(kv_cache_memory_bytes=max(forward.kv_bytes // DRAFT_SHARE, MIN_DRAFT_BYTES))
+    small = EngineConfig(model=name, device=config.device, cache_config=cache)
+    return DraftModel(NativeForward(small, files), files.name, forward.shape, forward.vocab_size)
 
 
 def text_edge(files: ModelFiles) -> TextEdge:

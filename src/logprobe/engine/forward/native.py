@@ -300,7 +300,11 @@ class NativeForward:
 
 def _shape_of(ready: ReadyModel) -> ModelShape:
     """Return the sizes of a model, and what its decoder reports about its layers."""
-    sizes: dict[str, Any] = {"hidden_size": ready.hidden_size, "num_layers": ready.layout.num_layers}
+    sizes: dict[str, Any] = {
+        "hidden_size": ready.hidden_size,
+        "num_layers": ready.layout.num_layers,
+        "weight_bytes": ready.decoder.weight_bytes if isinstance(ready.decoder, Decoder) else 0,
+    }
     if ready.layout.why_transformers is not None:
         why = f"transformers' modules run this model ({ready.layout.why_transformers})"
         return ModelShape(**sizes, why_no_routes=why)

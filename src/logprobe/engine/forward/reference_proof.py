@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 # transformers' module name of the decoder, for files whose names leave it out.
 DECODERS: Final = {"gpt2": "transformer", "gpt_neox": "gpt_neox"}
-# Buffers in older files, which the decoder computes itself.
 # Families whose modules of a kind have biases, whatever the configuration says.
 PROJECTION_BIASES: Final = {"gpt2", "phi", "qwen2"}
 OUTPUT_BIASES: Final = {"gpt2", "phi"}
@@ -46,6 +45,7 @@ NORM_BIASES: Final = {"gpt2", "gpt_neox", "jais2", "phi", "stablelm", "starcoder
 HEAD_BIASES: Final = {"phi"}
 # Families in which `attention_bias` is not for the output projection.
 NO_OUTPUT_BIAS: Final = {"glm", "helium", "seed_oss"}
+# Buffers in older files, which the decoder computes itself.
 UNUSED: Final = re.compile(r"(rotary_emb\.inv_freq|\.(attn|attention)\.(masked_)?bias)$")
 
 

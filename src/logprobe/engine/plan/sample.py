@@ -104,12 +104,13 @@ class Sample:
         self.paused_by: set[PausedBy] = set()  # while not empty, the sample keeps its place but is not run
         self.active: ActiveSample | None = None  # the sample's logits processors, if any
         # True if the sampler alone produces the tokens: the request has no processors, forced tokens, whole
-        # row, explanations or per-position ids.
+        # row, explanations, per-position ids or digests.
         self.is_plain = not (
             request.forced_token_ids is not None
             or request.wants_row
             or request.params.explain
             or request.params.names_positions
+            or request.params.digest
         )
         self.output_token_ids: list[int] = []  # generated tokens; processors keep a reference to this list
         self.drafts: Drafts | None = None  # draft counters; None: no speculative decoding

@@ -25,10 +25,12 @@ from logprobe.engine.plan.radix import EMPTY, RadixTree, SlotPool
 from logprobe.engine.plan.sample import SampleRow
 from logprobe.engine.plan.shares import FairShares, StepShare
 from logprobe.engine.protocol import StepBatch
+from logprobe.transport.messages import Drafts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from logprobe.engine.draft_model import DraftModel
     from logprobe.engine.plan.radix import Node
     from logprobe.engine.plan.sample import Sample
     from logprobe.records.values import IntArray
@@ -96,6 +98,7 @@ class Scheduler:
         gathers_calls: bool = False,
         waits: Durations | None = None,
         on_free: Callable[[IntArray], None] | None = None,
+        drafter: DraftModel | None = None,
     ) -> None:
         """Create a scheduler with an empty KV cache.
 
@@ -107,6 +110,7 @@ class Scheduler:
             gathers_calls: sample the first tokens of all prompts in a call in the same step, if they fit.
             waits: records how long each sample waited for its first step.
             on_free: called with freed slots before they are allocated again.
+            drafter: drafts tokens where the text has no repetition; None: only repetitions are drafted.
         """
         self.pool = SlotPool(num_slots, on_free)
         self.tree = RadixTree(self.pool)
@@ -120,7 +124,8 @@ class Scheduler:
         self.running: list[Sample] = []  # oldest first
         self.num_preempted = 0
         self.num_cached_tokens = 0
-        self.num_drafted = self.num_accepted = 0
+        self.drafts = Drafts()  # counts of all samples
+        self.drafter = drafter
         self.has_captures = False  # False: no sample reports activations
         self._waits = Durations() if waits is None else waits
 
@@ -200,10 +205,11 @@ class Scheduler:
             self.pool.free(wrong)
             drafts = span.sample.drafts
             assert drafts is not None, "a sample with drafts has draft counters"
-            drafts.num_drafted += len(span)
-            drafts.num_accepted += len(span) - len(wrong)
-            self.num_drafted += len(span)
-            self.num_accepted += len(span) - len(wrong)
+            num_accepted = len(span) - len(wrong)
+            for counts in (drafts, self.drafts):
+                counts.count(len(span), num_accepted)
+            if self.drafter is not None:
+                self.drafter.observe(span.sample, len(span), num_accepted)
 
     def release(self, sample: Sample, *, keep: bool = True) -> None:
         """Remove a running sample and release its slots; with `keep`, its tokens stay in the prefix cache."""
@@ -363,6 +369,8 @@ class Scheduler:
 
     def _let_go(self, sample: Sample, *, keep: bool) -> None:
         assert sample.node is not None
+        if self.drafter is not None:
+            self.drafter.forget(sample)
         tail = sample.tail_slots.copy()
         if keep and len(tail) and not sample.is_private:
             start = sample.num_in_tree
@@ -428,11 +436,15 @@ class Scheduler:
             self.max_running - len(drawn),
             self.num_available,
         )
-        for index, span in enumerate(plan.tokens):
-            # A prompt's end may use another attention path than single tokens and differ in the last bits.
-            if span.sample not in drafting or len(span) > 1:
-                continue
-            drafts = self._draft(span.sample, room, len(drawn))
+        # A prompt's end may use another attention path than single tokens and differ in the last bits.
+        spans = [
+            (index, span)
+            for index, span in enumerate(plan.tokens)
+            if span.sample in drafting and len(span) == 1
+        ]
+        made = self._drafts_of([span.sample for _, span in spans], room, len(drawn))
+        for index, span in spans:
+            drafts = made.get(span.sample, ())[: max(room, 0)]
             if drafts:
                 self._evict_for(len(drafts))
                 span.sample.take_drafts(drafts, self.pool.allocate(len(drafts)))
@@ -441,17 +453,41 @@ class Scheduler:
                 plan.drafts.append(Span(span.sample, span.end, end))
                 room -= len(drafts)
 
-    def _draft(self, sample: Sample, room: int, num_rows: int) -> list[int]:
+    def _drafts_of(self, samples: list[Sample], room: int, num_rows: int) -> dict[Sample, list[int]]:
+        """Return drafts of the samples' next tokens: from repetitions, or else from the draft model.
+
+        All together have at most `room` drafts, if the draft model makes none.
+        """
+        made: dict[Sample, list[int]] = {}
+        least, others = least_chance(num_rows), {}
+        for sample in samples:
+            most = self._most_drafts(sample, room)
+            drafts = self._draft(sample, most, least)
+            if drafts:
+                made[sample] = drafts
+                room -= len(drafts)
+            elif most > 0:
+                others[sample] = most
+        if self.drafter is not None and others and room > 0:
+            each = max(room // len(others), 1)
+            made |= self.drafter.draft({sample: min(most, each) for sample, most in others.items()}, least)
+        return made
+
+    def _most_drafts(self, sample: Sample, room: int) -> int:
+        # The last token is never run; drafts must not carry a short text across the rotary boundary.
+        most = min(room, sample.max_len - sample.num_tokens - 1)
+        if self._rope_boundary is not None and not sample.is_long:
+            most = min(most, self._rope_boundary - sample.num_tokens)
+        return most
+
+    @staticmethod
+    def _draft(sample: Sample, most: int, least: float) -> list[int]:
         if sample.lookup is None:
             sample.lookup = PromptLookup(sample.token_ids.tolist())
         else:
             num_known = len(sample.lookup) - sample.num_prompt
             sample.lookup.observe(sample.output_token_ids[num_known:])
-        # The last token is never run; drafts must not carry a short text across the rotary boundary.
-        most = min(room, sample.max_len - sample.num_tokens - 1)
-        if self._rope_boundary is not None and not sample.is_long:
-            most = min(most, self._rope_boundary - sample.num_tokens)
-        return sample.lookup.draft(most, least_chance(num_rows))
+        return sample.lookup.draft(most, least)
 
     def samples(self) -> Iterator[Sample]:
         """Iterate over all unfinished samples."""

@@ -54,6 +54,7 @@ class _Choice(msgspec.Struct):
     finish_reason: Literal["stop", "length"]
     stop_reason: int | str | None = None
     logprobs: _Logprobs | None = None
+    digests: list[str] = []
     prompt_token_ids: list[int] = []
     prompt_rows: list[_Row | None] | None = None
     logprobs_info: LogprobsInfo | None = None
@@ -220,7 +221,7 @@ def _fields_of(params: SamplingParams, *, is_binary: bool) -> dict[str, Any]:
             raise ParameterError(name, "is not supported by RemoteLLM.generate; use LLM.generate")
         if name in asked and name in ("return_hidden_states", "return_routed_experts"):
             raise ParameterError(name, "is not supported by RemoteLLM.generate; use POST /v1/completions")
-        if name in asked and name not in COUNTS and not is_binary:
+        if name in asked and name not in {*COUNTS, "digest"} and not is_binary:
             raise ParameterError(name, "needs pyarrow here and on the server; pip install 'logprobe[arrow]'")
     if isinstance(params.logprob_token_ids, IdLists):
         lists = params.logprob_token_ids
@@ -242,6 +243,7 @@ def _output(choice: _Choice, params: SamplingParams, record: FlatLogprobs | None
         text=choice.text,
         finish_reason=choice.finish_reason,
         stop_reason=choice.stop_reason,
+        digests=[*map(bytes.fromhex, choice.digests)] if params.digest else None,
         raw_logprob=None if params.logprobs_mode == "processed_logprobs" else total,
     )
 

@@ -52,12 +52,6 @@ def panels_of_blocks(raw: Array, type_name: str, order: Array | None = None) -> 
     return panels
 
 
-def form_of_blocks(type_name: str) -> str | None:
-    """Return the name of the panel format for a quantization type; None if there is none."""
-    layout = _LAYOUTS.get(type_name)
-    return None if layout is None else layout.form.name
-
-
 def _halves(blocks: Array, start: int) -> Array:
     return np.ascontiguousarray(blocks[..., start : start + 2]).view(np.float16)[..., 0]
 

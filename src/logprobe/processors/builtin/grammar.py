@@ -9,13 +9,14 @@ limited first, and the grammar is compiled on a thread with a stack that is larg
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from concurrent.futures import Future
 from functools import cached_property
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 
 import msgspec
 import numpy as np
+from cachetools import LRUCache, cachedmethod
 
 from logprobe.errors import ParameterError, require
 from logprobe.kernels.placement import like
@@ -71,7 +72,7 @@ class GrammarLogitsProcessor(MaskLogitsProcessor):
         self._masks: list[tuple[int, NDArray[np.bool_]]] = []
         # guards the next two attributes, since requests are checked on other threads
         self._lock = threading.Lock()
-        self._compiled: OrderedDict[str, Any] = OrderedDict()
+        self._templates: LRUCache[Any, Any] = LRUCache(MAX_COMPILED)
         self._tokenizer: Any = None
 
     def bind(self, model: ModelFacts) -> None:
@@ -106,20 +107,9 @@ class GrammarLogitsProcessor(MaskLogitsProcessor):
         assert self._model is not None, "bind comes first"
         return GrammarState(self.matcher(row.args), self._model)
 
+    @cachedmethod(attrgetter("_templates"), lock=attrgetter("_lock"))
     def _template(self, grammar: str) -> Any:
-        """Return the compiled matcher from which samples copy; compiled outside the lock and cached."""
-        with self._lock:
-            if grammar in self._compiled:
-                self._compiled.move_to_end(grammar)
-                return self._compiled[grammar]
-        template = self._compile(grammar)
-        with self._lock:
-            self._compiled[grammar] = template
-            if len(self._compiled) > MAX_COMPILED:
-                self._compiled.popitem(last=False)
-        return template
-
-    def _compile(self, grammar: str) -> Any:
+        """Compile a grammar to the matcher from which samples copy."""
         llguidance = _llguidance()
         limits = llguidance.LLParserLimits(step_max_items=MAX_STEP_ITEMS, verbose_errors=False)
         if self._tokenizer is None:

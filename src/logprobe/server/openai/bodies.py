@@ -97,6 +97,7 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     varentropy: bool | None = None
     margin: bool | None = None
     explain: bool | None = None
+    digest: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     field_logprobs: FieldLogprobs | None = None

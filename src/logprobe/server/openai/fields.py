@@ -62,6 +62,7 @@ SAMPLING_FIELDS: Final = (
     "varentropy",
     "margin",
     "explain",
+    "digest",
     "return_routed_experts",
 )
 """Body fields that have the same name and meaning as in `SamplingParams`."""
@@ -81,7 +82,7 @@ LOGPROBS_FIELDS: Final = (
 )
 """Routes and fields that request alternatives; `max_logprobs` limits each of these fields."""
 
-REPORTS: Final = (*KERNEL_EXTRAS, "explain", "logprob_token_ids", "logprobs_mode")
+REPORTS: Final = (*KERNEL_EXTRAS, "explain", "digest", "logprob_token_ids", "logprobs_mode")
 """Extensions that require logprobs."""
 
 # Keys of vLLM's `structured_outputs`, which are converted to a `response_format`.

@@ -155,6 +155,7 @@ class _ChoiceExtras(Shape, kw_only=True):
     token_ids: Ids | UnsetType = UNSET
     routed_experts: ExpertRoutes | UnsetType = UNSET
     explain: list[Any] | UnsetType = UNSET
+    digests: list[str] | UnsetType = UNSET  # hexadecimal
     fields: list[FieldLogprob] | UnsetType | None = UNSET
     tool_call_fields: list[list[FieldLogprob] | None] | UnsetType = UNSET
 
@@ -300,6 +301,7 @@ class CompletionChoice(_PromptExtras, kw_only=True):
     token_ids: Ids | UnsetType = UNSET
     routed_experts: ExpertRoutes | UnsetType = UNSET
     explain: list[Any] | UnsetType = UNSET
+    digests: list[str] | UnsetType = UNSET  # hexadecimal
     fields: list[FieldLogprob] | UnsetType | None = UNSET
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from logprobe.server.answers import answer
 from logprobe.server.http.decode import read
 from logprobe.server.openai.bodies import ChatBody
 from logprobe.server.openai.fields import chat_params, named_as_asked
 from logprobe.server.openai.prompts import encode_laid_out, kept_tokens, layout_of, render_messages
 from logprobe.server.openai.tools import NO_TOOLS, tools_of
-from logprobe.server.reply import ChoicesShape, Generation, answer, usage
+from logprobe.server.reply import ChoicesShape, Generation, usage
 from logprobe.server.reply_channels import ReplyChannels, Splitter, text_of
 from logprobe.server.rows import (
     chat_logprobs,

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from logprobe.server.answers import answer
 from logprobe.server.http.decode import read
 from logprobe.server.openai.bodies import CompletionBody
 from logprobe.server.openai.fields import completion_params, named_as_asked
 from logprobe.server.openai.prompts import read_prompts
-from logprobe.server.reply import ChoicesShape, Generation, answer, usage
+from logprobe.server.reply import ChoicesShape, Generation, usage
 from logprobe.server.rows import (
     choice_extensions,
     completion_rows,

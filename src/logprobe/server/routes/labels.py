@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request as HttpRequest
 
-    from logprobe.analysis.labels import Asked, Classification, Judgement, Plan
+    from logprobe.analysis.classification import Classification
+    from logprobe.analysis.labels import Asked, Judgement, Plan
     from logprobe.analysis.score import Score
     from logprobe.engine.request import Requests
     from logprobe.records.values import IntArray

@@ -10,6 +10,7 @@ import msgspec
 from starlette.responses import Response
 
 from logprobe.errors import ParameterError, shortened
+from logprobe.server.answers import answer
 from logprobe.server.http.decode import read
 from logprobe.server.http.errors import ApiError, as_api_error, bad_request
 from logprobe.server.http.replies import JSON_TYPE, json_reply
@@ -19,7 +20,6 @@ from logprobe.server.openai.items import InputItems, as_items
 from logprobe.server.openai.prompts import encode_laid_out, render_messages, template_variables
 from logprobe.server.openai.response import ResponseShape, ResponsesRequest
 from logprobe.server.openai.tools import NO_TOOLS, tools_of
-from logprobe.server.reply import answer
 from logprobe.server.routes.chat import admit_reply
 from logprobe.text.chat import Layout
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from logprobe.engine.forward.torch.cuda.build import cuda_decoder, parameters
 from logprobe.engine.forward.torch.cuda.decoder import CudaDecoder, by_pieces
 from logprobe.engine.forward.torch.cuda.plan import SpanPlan
 from logprobe.engine.forward.torch.transformers_proof import TransformersProof, described
+from logprobe.engine.protocol import Capture
 from logprobe.errors import ParameterError, UnsupportedModelError
 from logprobe.kernels.layers.forms import PanelWeights, empty_panels, fill_blocks
 from logprobe.kernels.layers.layout import INT4, INT8
@@ -114,6 +116,43 @@ def test_every_family_gives_the_numbers_of_transformers_in_float64(kind: str, te
         exact = model.double()
         want = torch.cat([exact(torch.from_numpy(ids)[None]).logits[0].log_softmax(-1) for ids in texts])
     assert float((got - want).abs().max()) < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2_moe", "mixtral"])
+def test_a_capture_has_the_states_and_routes_of_transformers(kind: str, texts: list[Any]) -> None:
+    model = model_of(kind)
+    decoder = decoder_for(model)
+    ids = np.asarray(texts[0])
+    has_experts = FAMILIES[kind].experts is not None
+    routes = np.full((len(ids), 3, 2), -1, np.int32) if has_experts else None
+    capture = Capture(
+        tokens=np.arange(len(ids), dtype=np.int32),
+        rows=np.arange(len(ids), dtype=np.int32)[::-1].copy(),
+        layers=(0, 2),
+        hidden=np.zeros((len(ids), 2, decoder.hidden_size), np.float32),
+        routes=routes,
+    )
+    pool = decoder.new_pool(len(ids))
+    plan = SpanPlan(pool, [np.arange(len(ids), dtype=np.int32)], [len(ids)], decoder.device)
+    last = decoder(ids, np.arange(len(ids)), plan, capture=capture)
+    asked = {"output_hidden_states": True} | ({"output_router_logits": True} if has_experts else {})
+    with torch.inference_mode():
+        out = model(torch.from_numpy(ids)[None], use_cache=False, **asked)
+    for place, layer in enumerate((0, 2)):
+        want = out.hidden_states[layer][0].numpy()
+        np.testing.assert_allclose(capture.hidden[::-1, place], want, atol=1e-4 * np.abs(want).max())
+    before_norm = torch.from_numpy(capture.hidden[:, 1].copy()).to(decoder.device)
+    assert decoder.normed(before_norm.cpu().numpy()).shape == last.shape
+    if routes is not None:
+        found = [logits.topk(2, dim=-1).indices.numpy() for logits in out.router_logits]
+        np.testing.assert_array_equal(
+            np.sort(routes[::-1], axis=-1), np.sort(np.stack(found, axis=1), axis=-1)
+        )
+        replay = replace(capture, routes=None, given=(routes + 1) % 4)
+        again = decoder(ids, np.arange(len(ids)), plan, capture=replay)
+        assert not torch.equal(again, last)
+        same = decoder(ids, np.arange(len(ids)), plan, capture=replace(capture, given=routes.copy()))
+        torch.testing.assert_close(same, last, atol=1e-5, rtol=0)
 
 
 def test_cut_and_batched_texts_have_the_same_rows(texts: list[Any]) -> None:

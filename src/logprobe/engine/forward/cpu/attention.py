@@ -8,7 +8,7 @@ and give a row the same bits.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -33,7 +33,7 @@ class Chunk:
 
     start: int
     end: int
-    slots: Array  # (context length,) int64
+    slots: Any  # (context length,) int64, an array; in a `TensorPlan` a tensor
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class AttentionPlan:
     """The KV cache slots of a step's tokens, and the context that each token attends to."""
 
     pool: KVPool
-    slots: Array  # (num_tokens,) int64
+    slots: Any  # (num_tokens,) int64, an array; in a `TensorPlan` a tensor
     chunks: list[Chunk]
     rows: RowPlan | None
 

@@ -15,9 +15,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from logprobe.engine.forward.cpu.attention import all_attention_paths, attend, plan_attention
-from logprobe.engine.forward.cpu.experts import Experts
 from logprobe.engine.forward.cpu.launch import MAX_ROWS, HostOperation, Launches, Step
-from logprobe.engine.forward.cpu.linear import HALVES, GatedPanels, Linear, embedded, split_columns, state_of
+from logprobe.engine.forward.cpu.linear import (
+    HALVES,
+    Experts,
+    GatedPanels,
+    Linear,
+    embedded,
+    split_columns,
+    state_of,
+)
 from logprobe.engine.forward.cpu.lora import LoraRows
 from logprobe.engine.forward.families import FAMILIES
 from logprobe.engine.forward.kv_cache import KVPool
@@ -176,6 +183,11 @@ class Decoder:
         """Shapes of one token's keys and values, by layer."""
         shape = (self.num_kv_heads, self.spec.head_dim)
         return {layer.index: (shape, shape) for layer in self.layers}
+
+    @property
+    def weight_bytes(self) -> int:
+        """Size of all matrices, in bytes."""
+        return sum({panels.address: panels.num_bytes for panels in self._panels.values()}.values())
 
     def new_pool(self, num_slots: int) -> KVPool:
         """Return a KV cache with every layer of this decoder allocated."""

@@ -7,13 +7,13 @@ they can read the KV cache, and otherwise by torch operations.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional
 
-from logprobe.engine.forward.cpu.attention import by_rows, chunked
+from logprobe.engine.forward.cpu.attention import AttentionPlan, by_rows, chunked
 from logprobe.errors import UnsupportedModelError
 from logprobe.kernels.arrays import as_array
 from logprobe.kernels.attention.api import ScoreRule, attend_rows
@@ -22,10 +22,8 @@ from logprobe.kernels.attention.chunk import attend_chunk
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from logprobe.engine.forward.cpu.attention import AttentionPlan
     from logprobe.engine.forward.kv_cache import KVPool
     from logprobe.kernels.arrays import Array
-    from logprobe.kernels.attention.api import RowPlan
 
 NAME = "logprobe"
 # Options of the interface that may be tensors. `score_rule` applies `scaling` and `s_aux`; the others do not
@@ -40,23 +38,10 @@ KNOWN_OPTIONS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class TensorChunk:
-    """A `Chunk` whose slots are on the device."""
-
-    start: int
-    end: int
-    slots: torch.Tensor  # (context length,) int64
-
-
 @dataclass(slots=True)
-class TensorPlan:
-    """An `AttentionPlan` whose slots are on the device."""
+class TensorPlan(AttentionPlan):
+    """An `AttentionPlan` whose slots are tensors on the device."""
 
-    pool: KVPool
-    slots: torch.Tensor  # (num_tokens,) int64
-    chunks: list[TensorChunk]
-    rows: RowPlan | None
     uses_kernels: bool  # True: chunks run by `attend_chunk`; False: by torch operations
     masks: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)  # by chunk and window
 
@@ -65,17 +50,9 @@ class TensorPlan:
         """Copy a plan to a device; by default, kernels are used if they can read the cache."""
         if uses_kernels is None:
             uses_kernels = plan.pool.is_readable_in_place
-        chunks = [
-            TensorChunk(chunk.start, chunk.end, torch.from_numpy(chunk.slots).to(device))
-            for chunk in plan.chunks
-        ]
+        chunks = [replace(chunk, slots=torch.from_numpy(chunk.slots).to(device)) for chunk in plan.chunks]
         slots = torch.from_numpy(plan.slots).to(device)
         return cls(plan.pool, slots, chunks, plan.rows, uses_kernels)
-
-    @property
-    def longest_chunk(self) -> int:
-        """Number of tokens in the longest context of a chunk; 0 without chunks."""
-        return max((len(chunk.slots) for chunk in self.chunks), default=0)
 
     def mask(self, index: int, window: int | None) -> torch.Tensor | None:
         """Return the mask of chunk `index`, (rows, context) bool, where True means visible.

@@ -1,0 +1,119 @@
+"""Measure how far row digests differ between processors, dtypes and weights, and so what a tolerance decides.
+
+The verifier runs the default model, exported to float32, with the native kernels. Each prover's digests of
+the same generated texts are compared with the verifier's: transformers' float32 modules stand for another
+processor, with the same weights; the others deliver something cheaper than they claim. For replies of 8 and
+of 32 tokens, the table has quantiles of the mean difference in nats, and how many replies match.
+docs/audit.md shows it; a run takes a few minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from gguf import GGMLQuantizationType, quants
+from machine import machine_facts
+from safetensors.numpy import load_file, save_file
+
+from logprobe import LLM, SamplingParams
+from logprobe.analysis.verification import TOLERANCE
+from logprobe.models import resolve
+from logprobe.models.export import export_model
+from logprobe.models.known import DEFAULT_MODEL
+from logprobe.records.digests import STEP, codes_of, digest_ids
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    Pairs = list[tuple[list[int], list[int]]]
+    Array = np.ndarray[Any, np.dtype[Any]]
+
+TEXT = Path(__file__).resolve().parent / "texts" / "coriolanus.txt"
+PROMPT_TOKENS, LENGTHS = 24, (8, 32)
+KV_BYTES = 1 << 28
+
+
+def quantised(folder: Path, target: Path, kind: GGMLQuantizationType) -> Path:
+    """A copy of a float32 model whose matrices have the values of a GGUF type."""
+    shutil.copytree(folder, target)
+    for path in target.glob("*.safetensors"):
+        weights = load_file(path)
+        for name, weight in weights.items():
+            if weight.ndim == 2:
+                values = quants.dequantize(quants.quantize(weight.astype(np.float32), kind), kind)
+                weights[name] = values.reshape(weight.shape).astype(np.float32)
+        save_file(weights, path, metadata={"format": "pt"})
+    return target
+
+
+def provers(folder: Path, scratch: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What each prover is, and how it is loaded."""
+    yield (
+        "the same weights, native kernels, other batches",
+        {"model": str(folder), "max_num_batched_tokens": 64},
+    )
+    yield "the same weights, transformers' float32 modules", {"model": str(folder), "weights": "plain"}
+    for dtype in ("float16", "bfloat16"):
+        yield f"computed in {dtype}", {"model": str(folder), "weights": "plain", "dtype": dtype}
+    for kind in (GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q4_0):
+        yield (
+            f"weights quantised to {kind.name}",
+            {"model": str(quantised(folder, scratch / kind.name, kind))},
+        )
+
+
+def codes(llm: LLM, pairs: Pairs) -> Array:
+    """The codes of all rows of equally long texts, (texts, tokens, ids)."""
+    vocab_size = llm.engine.capabilities().vocab_size
+    ids = [
+        [digest_ids(np.array(prompt), place, vocab_size) for place in range(len(tokens))]
+        for prompt, tokens in pairs
+    ]
+    found = []
+    for score in llm.score(pairs, logprob_token_ids=ids):
+        assert score.record is not None
+        assert score.record.given is not None
+        found.append(codes_of(score.record.given.arrays.logprobs))
+    return np.array(found).reshape(len(pairs), len(pairs[0][1]), -1).astype(np.int64)
+
+
+def main() -> None:
+    """Measure and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--replies", type=int, default=200)
+    given = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as name:
+        scratch = Path(name)
+        folder = scratch / "float32"
+        export_model(resolve(DEFAULT_MODEL), folder, dtype="float32")
+        with LLM(str(folder), kv_cache_memory_bytes=KV_BYTES) as llm:
+            text = llm.text.encode(TEXT.read_text()[: 400 * given.replies]).tolist()
+            starts = range(0, given.replies * PROMPT_TOKENS, PROMPT_TOKENS)
+            prompts = [text[start : start + PROMPT_TOKENS] for start in starts]
+            asked = SamplingParams(max_tokens=max(LENGTHS), seed=0, ignore_eos=True)
+            outputs = llm.generate(prompts, asked)
+            pairs = [(output.prompt_token_ids, output.outputs[0].token_ids) for output in outputs]
+            own = codes(llm, pairs)
+        for label, settings in provers(folder, scratch):
+            with LLM(**settings, kv_cache_memory_bytes=KV_BYTES) as llm:
+                differences = np.abs(codes(llm, pairs) - own) * STEP
+            for length in LENGTHS:
+                means = differences[:, :length].mean(axis=(1, 2))
+                row = {"prover": label, "tokens": length, "replies": len(means)}
+                row |= dict(
+                    zip(("least", "median", "most"), np.quantile(means, [0, 0.5, 1]).tolist(), strict=True)
+                )
+                rows.append(row | {"matching": int((means <= TOLERANCE).sum())})
+                print(json.dumps(rows[-1]), flush=True)
+    print(json.dumps({"machine": machine_facts(), "tolerance": TOLERANCE}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""`logprobe verify`: verify stored replies by the digests of their rows."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from logprobe.analysis.verification import TOLERANCE, read_replies
+from logprobe.analysis.verification import verify as verify_replies
+from logprobe.cli.options import JsonOption, ModelFlags
+
+
+def verify(
+    file: Annotated[
+        Path,
+        typer.Argument(help="JSON file with one reply, or with one per line.", exists=True, dir_okay=False),
+    ],
+    *,
+    tolerance: Annotated[
+        float, typer.Option(min=0.0, help="Mean difference in nats up to which a reply matches.")
+    ] = TOLERANCE,
+    as_json: JsonOption = False,
+    model: ModelFlags,
+) -> None:
+    """Verify that stored replies were computed with a model's weights.
+
+    The replies are those of /v1/completions and /v1/chat/completions to requests with `digest: true`. The
+    rows of their tokens are computed again with --model, and compared with the digests. Prints one line per
+    choice. The exit code is 1 if a choice does not match.
+
+    Examples:
+        logprobe verify reply.json --model smollm2
+    """
+    replies = read_replies(file)
+    with model.open() as llm:
+        found = verify_replies(llm, replies, tolerance=tolerance)
+    for one in found:
+        if as_json:
+            from logprobe.analysis.io.files import json_line
+
+            typer.echo(json_line(asdict(one) | {"is_match": one.is_match}))
+        else:
+            typer.echo(str(one))
+    if not all(one.is_match for one in found):
+        raise typer.Exit(1)

@@ -1,0 +1,251 @@
+"""`DraftModel`: drafts tokens with a second, smaller model, which has a KV cache of its own.
+
+A draft is drawn with the random number of its position, the one with which the large model draws, and under
+the same temperature and truncation. The large model verifies drafts as it does those of the lookup, so they
+change no token; equal random numbers make equal tokens likely also where the request samples. Drafting ends
+where the estimated probability that all drafts so far are accepted becomes too low: the estimate is the share
+of earlier drafts of the same confidence that were accepted (as in EAGLE-2, Li et al. 2024).
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from logprobe.engine.plan.drafts import MAX_DRAFTS, STEP
+from logprobe.engine.plan.radix import EMPTY, SlotPool, shared_length
+from logprobe.engine.protocol import StepBatch
+from logprobe.kernels.placement import as_rows, inference_mode
+from logprobe.records.rows import host_array
+from logprobe.sampling import Sampler, SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from logprobe.engine.plan.sample import Sample
+    from logprobe.engine.protocol import ForwardBackend, ModelShape
+    from logprobe.records.values import IntArray
+
+MAX_TOKENS: Final = 512  # that one forward pass of the draft model runs
+MAX_LEAST: Final = 0.95  # drafts that are all but certain are made in any case
+NUM_BINS: Final = 10  # of the confidence of drafts
+
+logger = logging.getLogger("logprobe")
+
+
+@dataclass(slots=True)
+class _Known:
+    """The tokens of a sample that the draft model has run, and their slots in its KV cache."""
+
+    params: SamplingParams  # with which drafts are drawn
+    token_ids: IntArray = field(default_factory=lambda: EMPTY)
+    slots: IntArray = field(default_factory=lambda: EMPTY)
+    confidences: list[float] = field(default_factory=list)  # of the latest drafts
+
+
+class DraftModel:
+    """Drafts the next tokens of samples; used by the engine's thread alone."""
+
+    def __init__(self, forward: ForwardBackend, name: str, large: ModelShape, vocab_size: int) -> None:
+        """Create the cache.
+
+        Args:
+            forward: the draft model.
+            name: its name, for reports.
+            large: the shape of the model that verifies.
+            vocab_size: width of that model's logits.
+        """
+        self.name = name
+        self._forward = forward
+        self._pool = SlotPool(forward.num_slots)
+        self._known: dict[Sample, _Known] = {}  # the sample drafted for last comes last
+        self._sampler = Sampler()
+        self._vocab_size = min(vocab_size, forward.vocab_size)
+        self._cost = min(_cost(forward.shape, forward.vocab_size, large, vocab_size), 1.0)
+        # By confidence. Equal random numbers, or both models' best tokens, agree more often than not.
+        self._rates = [0.5 + 0.5 * (place + 0.5) / NUM_BINS for place in range(NUM_BINS)]
+        self._is_broken = False
+
+    def draft(self, wanted: Mapping[Sample, int], least: float) -> dict[Sample, list[int]]:
+        """Return drafts of the samples' next tokens.
+
+        Args:
+            wanted: maximum number of drafts of each sample.
+            least: probability of acceptance from which a draft that costs nothing would save time.
+        """
+        if self._is_broken:
+            return {}
+        try:
+            return self._draft(wanted, min(least + self._cost, MAX_LEAST))
+        except Exception:
+            # Drafts only save time: go on without them.
+            logger.exception("the draft model %s failed; no drafts are made with it from now on", self.name)
+            self._is_broken = True
+            return {}
+
+    def observe(self, sample: Sample, num_drafted: int, num_accepted: int) -> None:
+        """Learn how many of the drafts of a sample were accepted."""
+        known = self._known.get(sample)
+        if known is None or len(known.confidences) != num_drafted:
+            return  # drafts of the lookup
+        for place, confidence in enumerate(known.confidences[: num_accepted + 1]):
+            bin_index = _bin(confidence)
+            self._rates[bin_index] += STEP * ((place < num_accepted) - self._rates[bin_index])
+        known.confidences = []
+
+    def forget(self, sample: Sample) -> None:
+        """Free the slots of a sample."""
+        known = self._known.pop(sample, None)
+        if known is not None:
+            self._pool.free(known.slots)
+
+    def close(self) -> None:
+        """Release the weights and the cache."""
+        self._forward.close()
+
+    def check_integrity(self) -> None:
+        """Assert that each slot has one owner."""
+        owned = np.concatenate([self._pool.free_slots(), *(known.slots for known in self._known.values())])
+        assert len(owned) == len(np.unique(owned)) == self._pool.num_slots, "slots of the draft model"
+
+    def _draft(self, wanted: Mapping[Sample, int], least: float) -> dict[Sample, list[int]]:
+        limit = self._forward.rope_boundary or self._forward.context_len
+        drafts: dict[Sample, list[int]] = {}
+        for sample, most in wanted.items():
+            num_drafts = min(most, MAX_DRAFTS, limit - sample.num_tokens)
+            if num_drafts > 0 and self._make_ready(sample, num_drafts, drafts):
+                drafts[sample] = []
+        most_of = {sample: min(wanted[sample], MAX_DRAFTS, limit - sample.num_tokens) for sample in drafts}
+        chances = dict.fromkeys(drafts, 1.0)
+        going = list(drafts)
+        self._run_prompts(going)
+        while going:
+            self._run([(sample, self._unknown(sample, drafts[sample])) for sample in going])
+            following = []
+            for sample, token_id, confidence in self._drawn(going, drafts):
+                chances[sample] *= self._rates[_bin(confidence)]
+                if chances[sample] < least or token_id >= self._vocab_size:
+                    continue
+                drafts[sample].append(token_id)
+                self._known[sample].confidences.append(confidence)
+                if len(drafts[sample]) < most_of[sample]:
+                    following.append(sample)
+            going = following
+        return {sample: made for sample, made in drafts.items() if made}
+
+    def _make_ready(self, sample: Sample, num_drafts: int, others: Mapping[Sample, Any]) -> bool:
+        """Free slots of tokens that the sample no longer has, and make room for those to run.
+
+        Other samples' slots are freed if there are too few; returns False if there are too few then.
+        """
+        known = self._known.pop(sample, None)
+        if known is None:
+            own = sample.request.params
+            mode = "raw_logprobs" if own.is_greedy else "processed_logprobs"
+            known = _Known(
+                SamplingParams(
+                    temperature=own.temperature,
+                    top_k=own.top_k,
+                    top_p=own.top_p,
+                    min_p=own.min_p,
+                    logprobs=0,
+                    logprobs_mode=mode,  # type: ignore[arg-type]  # one of two literals
+                )
+            )
+        self._known[sample] = known  # now the last
+        known.confidences = []
+        # The last token is always run, because the draft follows it.
+        length = min(shared_length(known.token_ids, sample.token_ids), sample.num_tokens - 1)
+        self._pool.free(known.slots[length:])
+        known.token_ids, known.slots = known.token_ids[:length], known.slots[:length]
+        need = sample.num_tokens - length + num_drafts
+        for other in list(self._known):
+            if self._pool.num_free - sum(map(self._reserved, others)) >= need:
+                break
+            if other is not sample and other not in others:
+                self.forget(other)
+        return self._pool.num_free - sum(map(self._reserved, others)) >= need
+
+    def _reserved(self, sample: Sample) -> int:
+        """Return how many slots a sample that is being drafted for may still take."""
+        return sample.num_tokens - len(self._known[sample].slots) + MAX_DRAFTS
+
+    def _unknown(self, sample: Sample, drafts: Sequence[int]) -> IntArray:
+        """Return the tokens and drafts of a sample that the draft model has not run."""
+        num_known = len(self._known[sample].token_ids)
+        whole = np.append(sample.token_ids, np.array(drafts, np.int32)) if drafts else sample.token_ids
+        return whole[num_known:].astype(np.int32)
+
+    def _run_prompts(self, samples: Sequence[Sample]) -> None:
+        """Run all but the last `MAX_TOKENS` tokens that are unknown, in passes of limited size."""
+        room = max(MAX_TOKENS // max(len(samples), 1), 1)
+        for sample in samples:
+            while len(unknown := self._unknown(sample, ())) > room:
+                self._run([(sample, unknown[:MAX_TOKENS][: len(unknown) - 1])])
+
+    def _run(self, parts: Sequence[tuple[Sample, IntArray]]) -> None:
+        """Run tokens that follow the known tokens of each sample."""
+        starts, positions, contexts, all_slots = [0], [], [], []
+        for sample, token_ids in parts:
+            known = self._known[sample]
+            first = len(known.slots)
+            slots = self._pool.allocate(len(token_ids))
+            known.slots = np.concatenate([known.slots, slots])
+            known.token_ids = np.concatenate([known.token_ids, token_ids])
+            starts.append(starts[-1] + len(token_ids))
+            positions.append(np.arange(first, first + len(token_ids), dtype=np.int32))
+            contexts.append(known.slots)
+            all_slots.append(slots)
+        self._forward.run(
+            StepBatch(
+                token_ids=np.concatenate([token_ids for _, token_ids in parts]),
+                positions=np.concatenate(positions),
+                slots=np.concatenate(all_slots),
+                starts=np.array(starts, np.int32),
+                context_slots=contexts,
+                loras=[None] * len(parts),
+                draw_slots=np.array([slots[-1] for slots in all_slots], np.int32),
+                are_long=[False] * len(parts),
+            )
+        )
+
+    def _drawn(
+        self, samples: Sequence[Sample], drafts: Mapping[Sample, Sequence[int]]
+    ) -> list[tuple[Sample, int, float]]:
+        """Draw the next draft of each sample; return it with its probability under the draft model."""
+        slots = np.array([self._known[sample].slots[-1] for sample in samples], np.int32)
+        logits = as_rows(self._forward.head(self._forward.hidden_rows(slots)))
+        params = [self._known[sample].params for sample in samples]
+        uniforms = np.array([sample.uniform(len(drafts[sample])) for sample in samples])
+        with inference_mode(logits):
+            drawn = self._sampler.sample(logits, params, uniforms)
+        found = []
+        for row, sample in enumerate(samples):
+            raw, processed = drawn.cut(row, 1)
+            rows = processed if raw is None or processed is not None else raw
+            assert rows is not None, "log-probabilities were requested"
+            confidence = float(np.exp(host_array(rows.logprobs)[0, 0]))
+            found.append((sample, drawn.sampled_token_ids[row], confidence))
+        return found
+
+
+def _cost(small: ModelShape, small_vocab_size: int, large: ModelShape, vocab_size: int) -> float:
+    """Return the time of a step of the draft model, relative to one of the large model.
+
+    A step with few tokens takes about as long as reading all weights.
+    """
+    if small.weight_bytes and large.weight_bytes:
+        return small.weight_bytes / large.weight_bytes
+    return _size(small, small_vocab_size) / _size(large, vocab_size)
+
+
+def _size(shape: ModelShape, vocab_size: int) -> float:
+    """Return a number that is about proportional to the weights that one token multiplies."""
+    return shape.num_layers * 12.0 * shape.hidden_size**2 + float(vocab_size) * shape.hidden_size
+
+
+def _bin(confidence: float) -> int:
+    return min(int(confidence * NUM_BINS), NUM_BINS - 1)
