@@ -20,11 +20,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "rivals"))
 from harness import DEFAULT_MODEL, OURS, ROOT, Arena, Options, save
-from logprobe.analysis.auditing.words import (
-    distribution_words,
-    nats,
-    steadiness_words,
-)
 from machine import machine_facts
 from process import ENVIRONMENTS, RivalError
 from report import commit, newest_results, processor
@@ -34,6 +29,7 @@ from logprobe import LLM
 from logprobe.analysis import AuditReport, Endpoint, audit
 from logprobe.analysis.auditing.conformance import check_conformance
 from logprobe.analysis.auditing.report import CONFORMANCE_KINDS, NUMBER_KINDS
+from logprobe.cli.verdicts import distribution_words, nats, steadiness_words
 from logprobe.errors import LogprobeError
 
 BENCH = "audit_servers"
@@ -190,7 +186,7 @@ def line_of(outcome: Outcome) -> Sequence[str]:
         nats(report.worst_nats) if report.rows else "-",
         ", ".join(f"`{kind}`" for kind in kinds if kind in CONFORMANCE_KINDS) or "no fault",
         "; ".join(numbers) or "-",
-        steadiness_words(report) or "-",
+        steadiness_words(report) if report.steadiness else "-",
     )
 
 

@@ -14,10 +14,10 @@ import torch
 from bench_processors import ms_of
 from harness import OURS, Figure, Measure, Options, alternate, parse_options, publish
 
-from logprobe.engine.forward.cpu.attention import is_short
+from logprobe.engine.forward.cpu.attention import Chunk, is_short
 from logprobe.engine.forward.cpu.linear import Linear
 from logprobe.engine.forward.kv_cache import KVPool
-from logprobe.engine.forward.torch.transformers_attention import TensorChunk, TensorPlan, attend
+from logprobe.engine.forward.torch.transformers_attention import TensorPlan, attend
 from logprobe.kernels.attention.api import RowPlanBuilder, ScoreRule
 from logprobe.kernels.layers.forms import pack_floats
 from logprobe.kernels.layers.rows import norm_stage
@@ -70,7 +70,7 @@ def ways(config: Any, num_tokens: int, context: int) -> dict[str, Measure]:
     query, rule = torch.randn(num_tokens, heads, width), ScoreRule(width**-0.5)
     rows = RowPlanBuilder()
     rows.add(0, context - num_tokens, slots.int().numpy())
-    chunks = [TensorChunk(0, num_tokens, slots)]
+    chunks = [Chunk(0, num_tokens, slots)]
     plans = {
         "row kernel": TensorPlan(pool, slots, [], rows.build(), uses_kernels=True),
         "chunk kernel": TensorPlan(pool, slots, chunks, None, uses_kernels=True),

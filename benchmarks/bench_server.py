@@ -3,8 +3,8 @@
 Rates are all generated tokens over the time from the first request to the last stream's end. A gap is the
 time between two arrivals of tokens in one stream; its 99th percentile is held against the median gap.
 
-It also compares the formats of replies, whole and streamed: bytes a token, and the server's processor time a
-token beyond that of the same generation without logprobs.
+It also compares the formats of replies: bytes a token, whole and streamed, and the server's processor time
+for the rows of a long prompt that were computed before.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ import json
 import re
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -130,41 +130,48 @@ def in_process_rate(arena: Arena, ours: Served, num_tokens: int, number: int) ->
 ARROW = "application/vnd.apache.arrow.stream"
 FORMATS = {OURS: ARROW, "ours as JSON": "application/json"}  # what we are held against JSON with
 NUM_CHOICES = 16
+SCORED_TOKENS, REPEATS = 1500, 8
 
 
-def reply_costs(served: Served, accept: str, num_tokens: int, number: int, **more: Any) -> tuple[int, float]:
-    """Bytes of one completion of many choices, and processor time in s that the server spent on it."""
-    prompt = f"{number}. Tell me about {TOPICS[number % len(TOPICS)]}."
-    body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": num_tokens, "n": NUM_CHOICES, "seed": number}
-    before = served.cpu_s()
-    with served.open("/v1/completions", {**body, "ignore_eos": True, **more}, Accept=accept) as reply:
-        num_bytes = len(reply.read())
-    time.sleep(0.05)  # the server may still count the time of its last writes
-    return num_bytes, served.cpu_s() - before
+def bytes_a_token(served: Served, accept: str, num_tokens: int, number: int, *, stream: bool) -> float:
+    """Size of the reply to one conversation, over its tokens."""
+    (messages, *_) = conversations(number)
+    body = {"model": MODEL_NAME, "messages": messages, "max_tokens": num_tokens, "n": NUM_CHOICES}
+    asked = {"ignore_eos": True, "logprobs": True, "top_logprobs": TOP, "stream": stream, "seed": number}
+    with served.open("/v1/chat/completions", {**body, **asked}, Accept=accept) as reply:
+        return len(reply.read()) / (num_tokens * NUM_CHOICES)
+
+
+def scoring_ms(served: Served, accept: str, num_tokens: int, number: int) -> float:
+    """Processor time of the server for one scored prompt that it has scored before, so most is the reply."""
+    words = "".join(f" {TOPICS[(number + place * place) % len(TOPICS)]}" for place in range(num_tokens))
+    body = {"model": MODEL_NAME, "prompt": words, "max_tokens": 1, "prompt_logprobs": TOP}
+    for repeat in range(REPEATS + 1):
+        if repeat == 1:
+            before = served.cpu_s()
+        with served.open("/v1/completions", body, Accept=accept) as reply:
+            reply.read()
+    time.sleep(0.05)
+    return 1e3 * (served.cpu_s() - before) / REPEATS
 
 
 def compare_formats(servers: Mapping[str, tuple[Served, str]], num_tokens: int, rounds: int) -> list[Figure]:
-    """The cost of rows in each format, beside the same generation without rows."""
+    """The cost of rows in each format."""
+    num_scored = SCORED_TOKENS if num_tokens == NUM_TOKENS else 50
+    measures: dict[tuple[str, str], Callable[..., float]] = {
+        (f"whole chat replies, logprobs {TOP}", "bytes/token"): partial(bytes_a_token, stream=False),
+        (f"chat streams, logprobs {TOP}", "bytes/token"): partial(bytes_a_token, stream=True),
+        (f"processor time of a scored prompt of {num_scored} words, known rows", "ms"): scoring_ms,
+    }
     figures = []
-    for kind, stream in (("whole replies", False), ("streams", True)):
-        num_bytes: dict[str, list[float]] = {name: [] for name in servers}
-        spent: dict[str, list[float]] = {name: [] for name in servers}
-        for number in range(-1, rounds):  # the first is a warm-up
-            for name, (served, accept) in servers.items():
-                base = reply_costs(served, "application/json", num_tokens, number, stream=stream)
-                size, cpu_s = reply_costs(served, accept, num_tokens, number, stream=stream, logprobs=TOP)
-                if number >= 0:
-                    num_bytes[name].append(size / (num_tokens * NUM_CHOICES))
-                    spent[name].append(1e6 * (cpu_s - base[1]) / (num_tokens * NUM_CHOICES))
-        what = f"rows of {kind}, {NUM_CHOICES} choices, logprobs {TOP}"
-        against = [Target(against="ours as JSON", at_least=1.0)]
-        for name, unit, samples in (
-            ("bytes", "bytes/token", num_bytes),
-            ("processor time", "µs/token", spent),
-        ):
-            figures.append(
-                Figure(name=f"{what}: {name}", unit=unit, better="lower", samples=samples, targets=against)
-            )
+    for (name, unit), measure in measures.items():
+        count = num_scored if unit == "ms" else num_tokens
+        samples = {
+            contestant: [measure(served, accept, count, number) for number in range(rounds)]
+            for contestant, (served, accept) in servers.items()
+        }
+        targets = [Target(against="ours as JSON", at_least=1.0)]
+        figures.append(Figure(name=name, unit=unit, better="lower", samples=samples, targets=targets))
     return figures
 
 

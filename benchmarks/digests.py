@@ -13,13 +13,16 @@ import argparse
 import json
 import shutil
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from gguf import GGMLQuantizationType, quants
 from machine import machine_facts
 from safetensors.numpy import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from logprobe import LLM, SamplingParams
 from logprobe.analysis.verification import TOLERANCE
@@ -29,7 +32,7 @@ from logprobe.models.known import DEFAULT_MODEL
 from logprobe.records.digests import STEP, codes_of, digest_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     Pairs = list[tuple[list[int], list[int]]]
     Array = np.ndarray[Any, np.dtype[Any]]
@@ -52,20 +55,39 @@ def quantised(folder: Path, target: Path, kind: GGMLQuantizationType) -> Path:
     return target
 
 
-def provers(folder: Path, scratch: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What each prover is, and how it is loaded."""
+def provers(folder: Path, scratch: Path) -> Iterator[tuple[str, Callable[[Pairs], Array]]]:
+    """What each prover is, and how it computes the codes of texts."""
     yield (
-        "the same weights, native kernels, other batches",
-        {"model": str(folder), "max_num_batched_tokens": 64},
+        "the same weights, native kernels, smaller steps",
+        partial(loaded, folder, max_num_batched_tokens=64),
     )
-    yield "the same weights, transformers' float32 modules", {"model": str(folder), "weights": "plain"}
-    for dtype in ("float16", "bfloat16"):
-        yield f"computed in {dtype}", {"model": str(folder), "weights": "plain", "dtype": dtype}
+    yield "the same weights, transformers' float32 modules", partial(loaded, folder, weights="plain")
+    for dtype in (torch.float16, torch.bfloat16):
+        yield f"computed in {str(dtype).removeprefix('torch.')}", partial(of_transformers, folder, dtype)
     for kind in (GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q4_0):
         yield (
             f"weights quantised to {kind.name}",
-            {"model": str(quantised(folder, scratch / kind.name, kind))},
+            partial(loaded, quantised(folder, scratch / kind.name, kind)),
         )
+
+
+def loaded(folder: Path, pairs: Pairs, **settings: Any) -> Array:
+    """The codes by this library."""
+    with LLM(str(folder), kv_cache_memory_bytes=KV_BYTES, **settings) as llm:
+        return codes(llm, pairs)
+
+
+def of_transformers(folder: Path, dtype: torch.dtype, pairs: Pairs) -> Array:
+    """The codes by transformers in a narrower dtype, which this library refuses as too inexact."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    num_prompt, found = len(pairs[0][0]), []
+    with torch.no_grad():  # all texts have the same length
+        logits = model(torch.tensor([prompt + tokens for prompt, tokens in pairs])).logits
+    for (prompt, tokens), rows in zip(pairs, logits[:, num_prompt - 1 : -1], strict=True):
+        logprobs = rows.float().log_softmax(-1).numpy()
+        ids = [digest_ids(np.array(prompt), place, logprobs.shape[1]) for place in range(len(tokens))]
+        found.append(codes_of(np.take_along_axis(logprobs, np.array(ids), axis=1)))
+    return np.array(found).astype(np.int64)
 
 
 def codes(llm: LLM, pairs: Pairs) -> Array:
@@ -101,9 +123,8 @@ def main() -> None:
             outputs = llm.generate(prompts, asked)
             pairs = [(output.prompt_token_ids, output.outputs[0].token_ids) for output in outputs]
             own = codes(llm, pairs)
-        for label, settings in provers(folder, scratch):
-            with LLM(**settings, kv_cache_memory_bytes=KV_BYTES) as llm:
-                differences = np.abs(codes(llm, pairs) - own) * STEP
+        for label, compute in provers(folder, scratch):
+            differences = np.abs(compute(pairs) - own) * STEP
             for length in LENGTHS:
                 means = differences[:, :length].mean(axis=(1, 2))
                 row = {"prover": label, "tokens": length, "replies": len(means)}

@@ -48,6 +48,7 @@ KINDS: list[dict[str, Any]] = [
         "seed": 5,
     },
     {"max_tokens": 1, "logprobs": -1},
+    {"seed": 6, "logprobs": 1, "digest": True, "logprob_token_ids": [7], "max_tokens": 20},
 ]
 
 
@@ -132,6 +133,7 @@ def told(output: RequestOutput) -> list[Any]:
                 one.stop_reason,
                 one.num_text_bytes,
                 one.explanations,
+                one.digests,
                 None if one.row is None else one.row.tolist(),
                 repr(one.error),
             )

@@ -515,7 +515,9 @@ class Model:
         from logprobe.transport.messages import Lens
 
         shape = self.engine.capabilities().shape
-        require(shape is not None, "layers", "of this engine cannot be read; use the native engine")
+        require(
+            shape is not None, "layers", "this engine does not report hidden states; use the native engine"
+        )
         assert shape is not None
         asked = layers_of(range(shape.num_layers + 1) if layers is None else [*layers], shape, "layers")
         lens = Lens(asked, logprobs)

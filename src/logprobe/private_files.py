@@ -60,15 +60,15 @@ def make_private(folder: Path) -> None:
             path.chmod(FOLDER_MODE if path.is_dir() else FILE_MODE)
 
 
-def write_private(path: Path, data: bytes, mode: int = FILE_MODE) -> None:
-    """Write a file atomically, by default for this user only; a link with the same name is replaced.
+def write_private(path: Path, data: bytes) -> None:
+    """Write a file atomically, for this user only; a link with the same name is replaced.
 
     Raises:
         OSError: the file cannot be written.
     """
     unfinished = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        with os.fdopen(_new_file(unfinished, mode), "wb") as file:
+        with os.fdopen(_new_file(unfinished, FILE_MODE), "wb") as file:
             file.write(data)
         unfinished.replace(path)
     except OSError:

@@ -227,6 +227,8 @@ def test_digests_need_raw_rows_of_their_own(asked: Any) -> None:
         {"choices": [{"index": 0, "token_ids": [5], "digests": ["00"]}]},
         {"choices": [{"index": 0, "token_ids": [5, 6], "digests": ["00" * 16]}]},
         {"prompt_token_ids": None},
+        {"prompt_token_ids": [5, 1 << 70]},
+        {"choices": [{"index": 0, "token_ids": [-1], "digests": ["00" * 16]}]},
         {"logprobs_info": None},
         {"logprobs_info": {"unknown": 1}},
     ],

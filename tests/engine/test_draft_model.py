@@ -13,6 +13,7 @@ from driven import KINDS, Driven, told
 from logprobe import LLM, EngineConfig, SamplingParams
 from logprobe.engine.backends.thread import SerialLoop
 from logprobe.engine.overlap import OverlappedLoop
+from logprobe.engine.plan.drafts import least_chance
 from logprobe.errors import ParameterError
 from logprobe.testing import FakeForward
 from logprobe.transport.messages import Abort, Pause, Resume
@@ -164,8 +165,8 @@ SMALL: dict[str, Any] = {"kv_cache_memory_bytes": 1 << 21}
 def test_a_second_model_drafts_for_the_tiny_llama(
     tiny_model_folder: Path, tiny_llm: LLM, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The draft model is as large as the model itself, and would draft very little.
-    monkeypatch.setattr("logprobe.engine.draft_model.MAX_LEAST", 0.0)
+    # The draft model is as large as the model itself, so that no draft saves time.
+    monkeypatch.setattr("logprobe.engine.draft_model.DraftModel.least_chance", lambda *_: 0.0)
     params = SamplingParams(max_tokens=24, seed=3, ignore_eos=True, logprobs=2, n=2)
     with LLM(str(tiny_model_folder), speculate=f"model:{tiny_model_folder}", **SMALL, **more) as llm:
         got = llm.generate([TEXT, "a dog"], params)
@@ -187,6 +188,42 @@ def test_a_draft_model_with_other_tokens_is_refused(
     with pytest.raises(ParameterError, match="tokenizer") as caught:
         LLM(str(tiny_window_folder), speculate=f"model:{tiny_model_folder}", **SMALL)
     assert caught.value.parameter == "speculate"
+
+
+def test_a_draft_must_be_the_likelier_the_more_it_costs(tiny_model_folder: Path, tiny_llm: LLM) -> None:
+    free = drafting().engine.drafter
+    assert free is not None
+    for num_rows in (1, 4, 30):
+        assert free.least_chance(num_rows) == pytest.approx(least_chance(num_rows), abs=0.02)
+    with LLM(str(tiny_model_folder), speculate=f"model:{tiny_model_folder}", **SMALL) as llm:
+        drafter: Any = llm.engine.core.engine.drafter  # type: ignore[attr-defined]
+        assert drafter.least_chance(1) >= 1
+        params = SamplingParams(max_tokens=8, seed=3, ignore_eos=True)
+        assert llm.generate(TEXT, params)[0].outputs[0].token_ids == (
+            tiny_llm.generate(TEXT, params)[0].outputs[0].token_ids
+        )
+
+
+def test_metrics_count_drafts_by_their_place(
+    tiny_model_folder: Path, new_serving: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import httpx
+
+    from logprobe.server import ServerSettings
+
+    monkeypatch.setattr("logprobe.engine.draft_model.DraftModel.least_chance", lambda *_: 0.0)
+    with (
+        LLM(str(tiny_model_folder), speculate=f"model:{tiny_model_folder}", **SMALL) as llm,
+        new_serving(llm, ServerSettings()) as (url, _),
+    ):
+        body = {"prompt": TEXT, "max_tokens": 20, "seed": 1, "ignore_eos": True}
+        assert httpx.post(f"{url}/v1/completions", json=body, timeout=60).status_code == 200
+        lines = httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
+        counts = llm.engine.stats().accepted_by_position
+        assert httpx.get(f"{url}/v1/capabilities", timeout=60).json()["draft_model"]
+    found = [line for line in lines if line.startswith("logprobe_accepted_tokens_by_position_total{")]
+    assert [float(line.split()[-1]) for line in found] == counts
+    assert counts[0] > 0
 
 
 @pytest.mark.parametrize("value", ["smollm2", "model:", "model: ", 1, None, "yes"])

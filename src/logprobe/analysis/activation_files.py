@@ -82,7 +82,7 @@ def _nested(name: str, arrays: Sequence[Any], lengths: Sequence[int]) -> Any:
     require(len(shapes) == 1, "outputs", f"have {name} of different shapes; save them one by one")
     [(layers, width)] = shapes
     require(
-        not any(array is None for array in arrays), "outputs", f"have {name} only in part; save them apart"
+        not any(array is None for array in arrays), "outputs", f"only some have {name}; save those separately"
     )
     assert sum(lengths) == sum(map(len, arrays)), "each token has its activations"
     flat = np.concatenate([array.reshape(-1) for array in arrays])

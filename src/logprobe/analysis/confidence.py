@@ -1,4 +1,4 @@
-"""Confidence fitted to labelled answers: temperature or isotonic fits, and sets of labels with a coverage.
+"""Confidence fitted to labeled answers: temperature or isotonic fits, and sets of labels with a coverage.
 
 Plan of `calibrate`: a seeded shuffle splits the answers in three. The first half fits the probabilities, a
 quarter sets the threshold of the label sets (split conformal prediction, Vovk et al. 2005), and the last
@@ -121,7 +121,9 @@ class FittedConfidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         """
         size = Path(path).stat().st_size
         if size > MAX_FILE_BYTES:
-            raise InputError(f"{path}: has {size} bytes, more than {MAX_FILE_BYTES}; it is not a fit")
+            raise InputError(
+                f"{path}: has {size} bytes, more than a fit can have; use a file that save() wrote"
+            )
         data = Path(path).read_bytes()
         try:
             check_version(msgspec.json.decode(data, type=Versioned).version, VERSION, path)
@@ -129,7 +131,9 @@ class FittedConfidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise InputError(f"{path}: is not a fit of confidence: {error}") from error
         if not fit._is_valid():  # noqa: SLF001 - own class
-            raise InputError(f"{path}: is not a fit of confidence: its values do not match")
+            raise InputError(
+                f"{path}: is not a fit of confidence: its values are inconsistent; save the fit again"
+            )
         return fit
 
     def _is_valid(self) -> bool:
@@ -164,8 +168,8 @@ def calibrate(
         method: `temperature` divides the log-probabilities by one number (Guo et al. 2017); `isotonic` fits a
             nondecreasing curve for each label and normalizes (Zadrozny and Elkan 2002), which needs more
             answers, about a thousand.
-        coverage: probability that the label set of a further answer has its true label, if that answer and
-            the labelled ones are exchangeable.
+        coverage: probability that the label set of a further answer contains its true label, if that answer
+            and the labeled ones are exchangeable.
         seed: of the split into answers that fit, set the threshold, and are held out.
 
     Raises:
@@ -186,7 +190,8 @@ def calibrate(
     require(is_enough, "outputs", f"has {len(outputs)} answers; give at least {MIN_ANSWERS}")
     read = [_read_answer(output) for output in outputs]
     names = read[0][0]
-    require(all(own == names for own, _ in read), "outputs", "have different labels; fit each task alone")
+    is_one_task = all(own == names for own, _ in read)
+    require(is_one_task, "outputs", "have different labels; fit each task separately")
     require(len(names) > 1, "outputs", "have one label; there is nothing to fit")
     truth = np.array([_place(label, names) for label in labels])
     logprobs = np.stack([own for _, own in read])
@@ -194,7 +199,8 @@ def calibrate(
     first, second = len(order) // 2, 3 * len(order) // 4
     fitted, threshold, held = order[:first], order[first:second], order[second:]
     is_varied = len(np.unique(truth[fitted])) > 1
-    require(is_varied, "labels", "are all equal among the answers that are fitted; give more answers")
+    problem = "are all equal in the half of the answers used for the fit; give more answers"
+    require(is_varied, "labels", problem)
     temperature: float | None = None
     curves: tuple[Curve, ...] = ()
     if method == "temperature":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Final, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from logprobe.records.store.columns import Array
 
-TOLERANCE: Final = 0.003
+TOLERANCE: Final = 0.001
 """Mean difference in nats up to which a reply matches; see docs/audit.md for how it was chosen."""
 MAX_FILE_BYTES: Final = 1 << 30
 
@@ -58,11 +58,14 @@ class Verification:
         )
 
 
+TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+
+
 class _Choice(msgspec.Struct):
     index: int
-    token_ids: list[int]
+    token_ids: list[TokenId]
     digests: list[str]
-    prompt_token_ids: list[int] | None = None
+    prompt_token_ids: list[TokenId] | None = None
     logprobs_info: LogprobsInfo | None = None
 
 
@@ -71,7 +74,7 @@ class _Reply(msgspec.Struct):
 
     choices: list[_Choice]
     id: str = ""
-    prompt_token_ids: list[int] | None = None
+    prompt_token_ids: list[TokenId] | None = None
     logprobs_info: LogprobsInfo | None = None
 
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from logprobe.text.edge import TextEdge
 
 TOKENS_A_CALL = 1 << 12
+SHORT_TOKENS = 1024  # a shorter text is scored in one call
 FIRST_TOKENS = 256  # report this many tokens of a long text first instead of waiting for a whole window
 
 
@@ -88,8 +89,8 @@ def score_windows(
     first = next(all_windows, None)
     if first is None:
         return
-    is_whole = len(first.token_ids) < settings.window  # the text fits into one window
-    early = [[first]] if is_whole else ([part] for part in growing(first))
+    is_short = len(first.token_ids) < min(settings.window, SHORT_TOKENS)
+    early = [[first]] if is_short else ([part] for part in growing(first))
     versions: set[str | None] = set()
     for scored in in_flight(score, chain(early, _batches(all_windows))):
         versions |= {

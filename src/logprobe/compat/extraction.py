@@ -20,12 +20,12 @@ Rows = TypeVar("Rows", "Tensor", "Array")
 def extract_top_k_logprobs_rust(logprobs: Rows, k: int) -> tuple[Rows, Rows]:
     """Return the log-probabilities and the ids of the k most probable tokens in each row.
 
-    This is `kernels.extract_top_k_logprobs` with `logprobs_first=True`.
+    These are the results of `kernels.extract_top_k_logprobs` in the other order.
 
     Raises:
         ParameterError: `logprobs` has a wrong shape or dtype, or k < -1.
     """
-    values, ids = extract_top_k_logprobs(logprobs, k, logprobs_first=True)
+    ids, values = extract_top_k_logprobs(logprobs, k)
     return values, ids
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from logprobe.engine.plan.drafts import MAX_DRAFTS, STEP
+from logprobe.engine.plan.drafts import FREE_ROWS, MAX_DRAFTS, STEP
 from logprobe.engine.plan.radix import EMPTY, SlotPool, shared_length
 from logprobe.engine.protocol import StepBatch
 from logprobe.kernels.placement import as_rows, inference_mode
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from logprobe.records.values import IntArray
 
 MAX_TOKENS: Final = 512  # that one forward pass of the draft model runs
-MAX_LEAST: Final = 0.95  # drafts that are all but certain are made in any case
 NUM_BINS: Final = 10  # of the confidence of drafts
 
 logger = logging.getLogger("logprobe")
@@ -64,22 +63,35 @@ class DraftModel:
         self._known: dict[Sample, _Known] = {}  # the sample drafted for last comes last
         self._sampler = Sampler()
         self._vocab_size = min(vocab_size, forward.vocab_size)
-        self._cost = min(_cost(forward.shape, forward.vocab_size, large, vocab_size), 1.0)
+        # Relative to the large model: products per token, and bytes of weights read per step.
+        self._products = _size(forward.shape, forward.vocab_size) / _size(large, vocab_size)
+        has_bytes = forward.shape.weight_bytes and large.weight_bytes
+        self._bytes = forward.shape.weight_bytes / large.weight_bytes if has_bytes else self._products
         # By confidence. Equal random numbers, or both models' best tokens, agree more often than not.
         self._rates = [0.5 + 0.5 * (place + 0.5) / NUM_BINS for place in range(NUM_BINS)]
         self._is_broken = False
 
-    def draft(self, wanted: Mapping[Sample, int], least: float) -> dict[Sample, list[int]]:
+    def least_chance(self, num_rows: int) -> float:
+        """Return the acceptance probability from which a draft saves time; 1 or more: none does.
+
+        As in `drafts.least_chance`, a step with r rows takes the time r + FREE_ROWS: r for the products, and
+        FREE_ROWS for reading the weights. A step of the draft model takes its shares of both.
+        """
+        read = FREE_ROWS * self._bytes
+        return (num_rows * (1 + self._products) + read) / (num_rows + FREE_ROWS)
+
+    def draft(self, wanted: Mapping[Sample, int], num_rows: int) -> dict[Sample, list[int]]:
         """Return drafts of the samples' next tokens.
 
         Args:
             wanted: maximum number of drafts of each sample.
-            least: probability of acceptance from which a draft that costs nothing would save time.
+            num_rows: number of tokens that the step draws without drafts.
         """
-        if self._is_broken:
+        least = self.least_chance(num_rows)
+        if self._is_broken or least >= 1:
             return {}
         try:
-            return self._draft(wanted, min(least + self._cost, MAX_LEAST))
+            return self._draft(wanted, least)
         except Exception:
             # Drafts only save time: go on without them.
             logger.exception("the draft model %s failed; no drafts are made with it from now on", self.name)
@@ -230,16 +242,6 @@ class DraftModel:
             confidence = float(np.exp(host_array(rows.logprobs)[0, 0]))
             found.append((sample, drawn.sampled_token_ids[row], confidence))
         return found
-
-
-def _cost(small: ModelShape, small_vocab_size: int, large: ModelShape, vocab_size: int) -> float:
-    """Return the time of a step of the draft model, relative to one of the large model.
-
-    A step with few tokens takes about as long as reading all weights.
-    """
-    if small.weight_bytes and large.weight_bytes:
-        return small.weight_bytes / large.weight_bytes
-    return _size(small, small_vocab_size) / _size(large, vocab_size)
 
 
 def _size(shape: ModelShape, vocab_size: int) -> float:

@@ -72,7 +72,7 @@ def cut_prompt(
         remedy = "needs a prompt that fits, because windows have other activations; use truncation='left'"
         require(params.return_hidden_states is None, "return_hidden_states", remedy)
         require(not params.return_routed_experts, "return_routed_experts", remedy)
-    remedy = "has routes for a prompt that fits; cut both yourself"
+    remedy = "cannot be combined with a prompt that is cut; cut the prompt and its routes yourself"
     require(params.routed_experts is None, "routed_experts", remedy)
     end = ids[-max(room, 1) :]
     if truncation == "left" or params.prompt_logprobs is None:

@@ -69,9 +69,8 @@ class TinkerSampler:
         known = ("raw_logprobs", "processed_logprobs")
         require(logprobs_mode in known, "logprobs_mode", f"must be one of {', '.join(known)}")
         is_name = isinstance(model, str)
-        require(
-            is_name or not settings, next(iter(settings), "model"), "applies only to a name or an address"
-        )
+        problem = "can be set only if model is a name or an address; leave it out"
+        require(is_name or not settings, next(iter(settings), "model"), problem)
         self._is_owner = is_name
         self._model: Any = _open(model, **settings) if isinstance(model, str) else model
         self._mode = logprobs_mode
@@ -267,7 +266,9 @@ def _tinker_types() -> Any:
     try:
         import tinker
     except ImportError as error:
-        raise MissingPackageError("this needs the package tinker; pip install 'logprobe[tinker]'") from error
+        raise MissingPackageError(
+            "Tinker's types need the package tinker; pip install 'logprobe[tinker]'"
+        ) from error
     return tinker
 
 

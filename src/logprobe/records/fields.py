@@ -224,6 +224,21 @@ def _read(text: str) -> tuple[list[Node], Leaves]:
     return nodes, [(offsets[begin], offsets[stop]) for begin, stop in reader.leaves]
 
 
+def is_deeper(value: Any, max_depth: int) -> bool:
+    """Return True if a JSON value is nested deeper than `max_depth`; does not recurse."""
+    level = [value]
+    for _ in range(max_depth + 1):
+        level = [
+            inner
+            for part in level
+            if isinstance(part, dict | list)
+            for inner in (part.values() if isinstance(part, dict) else part)
+        ]
+        if not level:
+            return False
+    return True
+
+
 class _Reader:
     """Recursive reader that records the position of every value in a JSON text."""
 

@@ -99,7 +99,7 @@ class ExpertRoutes:
         require(is_expert, name, f"must have experts in [0, 65535], got {array.min()} to {array.max()}")
         ordered = np.sort(array, axis=-1)
         is_once = (ordered[..., 1:] != ordered[..., :-1]).all()
-        require(is_once, name, "must name each expert once per layer of a token")
+        require(is_once, name, "must not repeat an expert within one layer of a token")
         return cls(array.reshape(len(array), -1).astype(np.uint16), array.shape[1])
 
     def __len__(self) -> int:

@@ -24,6 +24,7 @@ from logprobe.processors.builtin.grammar import (
     MAX_GRAMMAR_PARTS,
 )
 from logprobe.records.digests import NUM_IDS
+from logprobe.records.fields import is_deeper
 from logprobe.records.values import IdLists
 from logprobe.server.http.errors import ApiError, bad_request, server_full
 from logprobe.server.openai.bodies import GUIDED, AnswersBody, LoglikelihoodBody
@@ -175,7 +176,8 @@ def check_body(settings: ServerSettings, body: Any) -> None:
         shared = len(prompts) * sum(num_values(getattr(body, name, None)) for name in SHARED_FIELDS)
         check_count(settings, "max_body_values", "prompt", shared, "prompts times values shared by them")
     for name in FREE_FIELDS:
-        check_depth(name, getattr(body, name, None))
+        if is_deeper(getattr(body, name, None), MAX_DEPTH):
+            raise bad_request(name, f"is nested deeper than {MAX_DEPTH} levels (max_depth)")
 
 
 def _most_named(ids: Sequence[Any]) -> int:
@@ -227,25 +229,6 @@ FREE_FIELDS: Final = (
     "chat_template_kwargs",
 )
 """Fields whose contents have no declared type and may be nested to any depth."""
-
-
-def check_depth(name: str, value: Any) -> None:
-    """Reject a value that is nested deeper than `MAX_DEPTH`, without recursion.
-
-    Raises:
-        ApiError: 400 that names the field `name`.
-    """
-    level = [value]
-    for _ in range(MAX_DEPTH + 1):
-        level = [
-            inner
-            for part in level
-            if isinstance(part, dict | list)
-            for inner in (part.values() if isinstance(part, dict) else part)
-        ]
-        if not level:
-            return
-    raise bad_request(name, f"is nested deeper than {MAX_DEPTH} levels (max_depth)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,6 +40,16 @@ COUNTERS: Final = {
     "accepted_tokens": ("Number of draft tokens accepted.", "accepted_tokens"),
     "engine_restarts": ("Number of restarts of engine processes.", "restarts"),
 }
+DRAFT_COUNTERS: Final = {
+    "drafted_tokens_by_position": (
+        "Number of draft tokens by their place among the drafts of a step, from 1.",
+        "drafted_by_position",
+    ),
+    "accepted_tokens_by_position": (
+        "Number of accepted draft tokens by their place among the drafts of a step, from 1.",
+        "accepted_by_position",
+    ),
+}
 PROCESSOR_COUNTERS: Final = {
     "seconds": ("Time spent in each logits processor, in seconds.", "seconds"),
     "rows": ("Number of rows processed by each logits processor.", "num_rows"),
@@ -194,6 +204,12 @@ class _EngineFigures:
             for name, spent in part.seconds.items():
                 seconds.add_metric([name, *label], spent)
         yield seconds
+        for name, (help_text, field) in DRAFT_COUNTERS.items():
+            family = CounterMetricFamily(f"logprobe_{name}", help_text, labels=("position", *labels))
+            for label, part in parts.items():
+                for place, count in enumerate(getattr(part, field), start=1):
+                    family.add_metric([str(place), *label], count)
+            yield family
         for name, (help_text, field) in PROCESSOR_COUNTERS.items():
             family = CounterMetricFamily(
                 f"logprobe_processor_{name}", help_text, labels=("processor", *labels)

@@ -109,6 +109,7 @@ ODD: dict[str, list[tuple[Any, Any]]] = {
     ],
     "explain": [(np.True_, True)],
     "lora": [(np.str_("none of this name"), "none of this name")],
+    "digest": [(np.True_, True)],
     "return_routed_experts": [(np.True_, True)],
     "routed_experts": [(np.zeros((1, 1, 1), np.int64), [[[0]]])],
     "return_hidden_states": [(np.str_("last"), "last"), (np.array([1, 0]), (1, 0))],

@@ -41,7 +41,7 @@ def test_named_ids_come_to_the_host_with_their_logprobs() -> None:
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 @pytest.mark.parametrize("kind", [np.asarray, torch.from_numpy])
-def test_rows_of_either_kind_give_the_same_in_both_orders(kind: Any, dtype: Any) -> None:
+def test_rows_of_either_kind_give_the_same(kind: Any, dtype: Any) -> None:
     values = np.log(np.random.default_rng(3).dirichlet(np.ones(50), 4)).astype(dtype)
     order = np.argsort(-values, axis=1, kind="stable")[:, :5]
     rows = kind(values)
@@ -50,8 +50,6 @@ def test_rows_of_either_kind_give_the_same_in_both_orders(kind: Any, dtype: Any)
     assert best.dtype == rows.dtype
     np.testing.assert_array_equal(ids, order)
     np.testing.assert_array_equal(best, np.take_along_axis(values, order, axis=1))
-    for one, two in zip(extract_top_k_logprobs(rows, 5, logprobs_first=True), (best, ids), strict=True):
-        np.testing.assert_array_equal(one, two)
     row_ids, row_best = extract_top_k_logprobs(rows[1], 5)
     np.testing.assert_array_equal(row_ids, order[1])
     np.testing.assert_array_equal(row_best, best[1])

@@ -184,7 +184,7 @@ from logprobe import LLM, SamplingParams
 from logprobe.engine.forward.native import NativeForward
 from logprobe.kernels import threads
 from logprobe.models import cache
-from logprobe.models.stored import panels, record, store
+from logprobe.models.stored import panels, store
 
 folder, num_kills = sys.argv[1], int(sys.argv[2])
 threads.set_num_threads(1)
@@ -223,7 +223,7 @@ def run(moments):
         mock.patch.object(panels, "_encode", kill.around(panels._encode)),
         mock.patch.object(cache.Path, "replace", kill.around(cache.Path.replace)),
         mock.patch.object(cache.Path, "unlink", kill.around(cache.Path.unlink)),
-        mock.patch.object(store, "write_record", kill.around(store.write_record)),
+        mock.patch.object(store, "save_tensors", kill.around(store.save_tensors)),
         mock.patch.object(store, "read_panels", kill.around(store.read_panels)),
     ]
     for patch in patches:

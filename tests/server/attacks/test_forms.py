@@ -65,6 +65,7 @@ ODD: dict[str, list[tuple[Any, Any]]] = {
     "prompt_logprobs": [(0, 0)],
     **{name: [(False, None)] for name in KERNEL_EXTRAS},
     "explain": [(False, None)],
+    "digest": [(False, None)],
     "return_routed_experts": [(False, None)],
     "field_logprobs": [(False, None)],
     "lora": [(None, None)],

@@ -120,9 +120,9 @@ def _check_routes(given: Array, shape: ModelShape, num_positions: int) -> None:
     name = "routed_experts"
     want = (shape.num_expert_layers, shape.experts_per_token)
     own = f"has {given.shape[1]} layers with {given.shape[2]} experts per token"
-    require(given.shape[1:] == want, name, f"{own}, but the model has {want[0]} with {want[1]}")
+    require(given.shape[1:] == want, name, f"{own}, but the model has {want[0]} layers with {want[1]}")
     highest = int(given.max())
     message = f"names expert {highest}, but the model has {shape.num_experts} per layer"
     require(highest < shape.num_experts, name, message)
-    message = f"has {len(given)} positions, but at most {num_positions} are run; cut it"
+    message = f"has {len(given)} positions, but the request runs at most {num_positions} tokens; shorten it"
     require(len(given) <= num_positions, name, message)

@@ -475,7 +475,7 @@ class Scheduler:
                 others[sample] = most
         if self.drafter is not None and others and room > 0:
             each = max(room // len(others), 1)
-            made |= self.drafter.draft({sample: min(most, each) for sample, most in others.items()}, least)
+            made |= self.drafter.draft({sample: min(most, each) for sample, most in others.items()}, num_rows)
         return made
 
     def _most_drafts(self, sample: Sample, room: int) -> int:

@@ -69,28 +69,23 @@ def _draw_on_host(logits: NDArray[np.float32], params: DrawParams) -> Drawn:
     if native_library() is None:
         return draw_reference(logits, params)
     drawn = Drawn.empty(len(logits))
-    _draw_rows(logits, params, drawn)
-    return drawn
-
-
-def _draw_rows(logits: NDArray[np.float32], params: DrawParams, drawn: Drawn) -> None:
-    """Sample one token per row from (B, V) float32 logits with the native kernel, and write it to `drawn`."""
     Stage(
         "draw",
         "DrawArgs",
         num_items=len(logits),
         logits=logits,
         vocab_size=logits.shape[1],
-        temperatures=np.ascontiguousarray(params.temperatures, np.float32),
-        top_ks=np.ascontiguousarray(params.top_ks, np.float32),
-        top_ps=np.ascontiguousarray(params.top_ps, np.float32),
-        min_ps=np.ascontiguousarray(params.min_ps, np.float32),
-        uniforms=np.ascontiguousarray(params.uniforms, np.float64),
+        temperatures=params.temperatures,
+        top_ks=params.top_ks,
+        top_ps=params.top_ps,
+        min_ps=params.min_ps,
+        uniforms=params.uniforms,
         token_ids=drawn.token_ids,
         cut_logits=drawn.cut_logits,
         cut_ids=drawn.cut_ids,
         is_valid=drawn.is_valid,
     ).run()
+    return drawn
 
 
 def truncated_(logits: Rows, drawn: Drawn, rows: list[int], temperatures: FloatArray) -> Rows:

@@ -13,7 +13,7 @@ FloatArray: TypeAlias = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class DrawParams:
-    """Sampling parameters of B rows; all arrays have shape (B,)."""
+    """Sampling parameters of B rows; all arrays have shape (B,) and are contiguous."""
 
     temperatures: FloatArray  # 0: greedy
     top_ks: FloatArray  # 0: disabled
@@ -22,7 +22,7 @@ class DrawParams:
     uniforms: NDArray[np.float64]  # in [0, 1)
 
     def rows(self, rows: Any) -> DrawParams:
-        """Return the parameters of `rows`: a slice, or an array of indices or of booleans."""
+        """Return the parameters of `rows`: a slice without a step, or an array of indices or of booleans."""
         return DrawParams(*(getattr(self, column.name)[rows] for column in fields(self)))
 
     @property

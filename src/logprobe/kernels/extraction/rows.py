@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Same = TypeVar("Same", "Tensor", "Array")
 
 
-def extract_top_k_logprobs(logprobs: Same, k: int, *, logprobs_first: bool = False) -> tuple[Same, Same]:
+def extract_top_k_logprobs(logprobs: Same, k: int) -> tuple[Same, Same]:
     """Return the ids and log-probabilities of the k most probable tokens in each row.
 
     Tokens are ordered by descending log-probability, and by ascending id among equals.
@@ -33,7 +33,6 @@ def extract_top_k_logprobs(logprobs: Same, k: int, *, logprobs_first: bool = Fal
         logprobs: (B, V) or (V,) log-probabilities in nats, a torch tensor or NumPy array of dtype float64,
             float32, float16 or bfloat16; they are not normalized.
         k: number of tokens; -1 or more than V means the whole vocabulary.
-        logprobs_first: return the log-probabilities before the ids.
 
     Returns:
         Token ids, (B, k) int32, and log-probabilities, (B, k) in the dtype of `logprobs`; (k,) for a single
@@ -52,11 +51,9 @@ def extract_top_k_logprobs(logprobs: Same, k: int, *, logprobs_first: bool = Fal
         ids, is_valid = top.token_ids[:, 1:], top.is_valid
     values = rows[like(np.arange(len(rows))[:, None], rows), ids]
     values[~is_valid] = np.nan
-    found = [ids, values] if logprobs.ndim == 2 else [ids[0], values[0]]
-    if not isinstance(logprobs, np.ndarray):
-        found = [as_tensor(part) for part in found]
-    first, second = reversed(found) if logprobs_first else found
-    return first, second
+    if logprobs.ndim == 1:
+        ids, values = ids[0], values[0]
+    return (ids, values) if isinstance(logprobs, np.ndarray) else (as_tensor(ids), as_tensor(values))
 
 
 def batch_logprobs_to_host(

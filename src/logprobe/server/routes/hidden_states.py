@@ -76,7 +76,9 @@ def prepare(body: HiddenStatesBody, service: Service) -> tuple[HiddenStatesBody,
     service.log_body("hidden_states", body)
     shape = service.capabilities.shape
     if shape is None:
-        raise bad_request("layers", "of this server's engine cannot be read; use the native engine")
+        raise bad_request(
+            "layers", "this server's engine does not report hidden states; use the native engine"
+        )
     num_layers = len(layers_of(body.layers, shape, "layers"))
     check_texts([prompt for prompt in body.prompts if isinstance(prompt, str)], "prompts", service)
     prompts = [

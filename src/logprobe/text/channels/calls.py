@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from logprobe.records.fields import is_deeper
 from logprobe.text.channels.response_template import read_field
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def _read_calls(
     is_json = field.content == "json"
     if not is_json:
         value = typed(value)
-    check_depth(value)
+    _check_depth(value)
     values = value if isinstance(value, list) else [value]
     found, at, num_bytes = [], 0, 0
     for one, (start, stop) in zip(values, _spans(body, value, is_json=is_json), strict=True):
@@ -98,7 +99,7 @@ def _call(value: Any, source: str) -> ToolCall:
     arguments = next((function[key] for key in ARGUMENTS if key in function), None)
     if isinstance(arguments, str):  # JSON text inside JSON
         text, arguments = arguments, json.loads(arguments)
-        check_depth(arguments)
+        _check_depth(arguments)
     else:
         arguments = {} if arguments is None else arguments
         text = _own_text(source, arguments) or _dumped(arguments)
@@ -133,23 +134,9 @@ def _own_text(source: str, arguments: Any) -> str | None:
     return found
 
 
-def check_depth(value: Any) -> None:
-    """Check, without recursion, that a JSON value is not nested deeper than `MAX_DEPTH`.
-
-    Raises:
-        ValueError: the value is nested deeper.
-    """
-    level = [value]
-    for _ in range(MAX_DEPTH + 1):
-        level = [
-            inner
-            for part in level
-            if isinstance(part, dict | list)
-            for inner in (part.values() if isinstance(part, dict) else part)
-        ]
-        if not level:
-            return
-    raise ValueError(f"is nested deeper than {MAX_DEPTH}")
+def _check_depth(value: Any) -> None:
+    if is_deeper(value, MAX_DEPTH):
+        raise ValueError(f"is nested deeper than {MAX_DEPTH}")
 
 
 def _dumped(arguments: Any) -> str:
