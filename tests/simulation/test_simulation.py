@@ -1,9 +1,8 @@
-"""The simulation: fresh seeds, equal traces of equal seeds, and the reduction of a failing plan."""
+"""The simulation: a few seeds, equal traces of equal seeds, and the reduction of a failing plan."""
 
 from __future__ import annotations
 
 import os
-import secrets
 import subprocess
 import sys
 import time
@@ -21,19 +20,17 @@ from simulation.shrink import shrink
 from simulation.world import simulate
 
 TESTS = Path(__file__).parents[1]
-FRESH_S = 15.0
 DIGEST = "from simulation.world import simulate\nfrom simulation.plan import draw_plan\nimport sys\n"
 
 
-def test_fresh_seeds_find_nothing() -> None:
-    seed, until_s = secrets.randbelow(10**9), time.monotonic() + FRESH_S
-    while time.monotonic() < until_s:
-        try:
-            simulate(draw_plan(seed))
-        except Exception as error:
-            error.add_note(draw_plan(seed).code())
-            raise
-        seed += 1
+@pytest.mark.parametrize("seed", range(1, 41))
+def test_the_first_seeds_find_nothing(seed: int) -> None:
+    plan = draw_plan(seed)
+    try:
+        simulate(plan)
+    except Exception as error:
+        error.add_note(plan.code())
+        raise
 
 
 def test_the_same_seed_gives_the_same_trace_in_any_process() -> None:
