@@ -38,7 +38,7 @@ class Served:
         self.app = create_app(model, LIMITS, ("simulation.hashed:Fussy",))
         self._num_delivered = 0
         self._whole: list[tuple[Visit, Any]] = []  # whole replies
-        self._num_submitted = 0
+        self._num_submitted = self._num_gone = 0
         submit = front.submit
 
         def counted(admitted: Any) -> Any:
@@ -58,6 +58,7 @@ class Served:
             )
         world.require(limits._in_use["requests"] >= 0, "requests in use")
         if is_gone:
+            self._num_gone += 1
             world.sometimes["client left"] += 1
             return
         is_unlucky = world.had_faults or world.is_changed or world.settings.is_poisoned
@@ -131,7 +132,8 @@ class Served:
         require(not any(left.values()), f"the server keeps {left}")
         ended = [sample for metric in service.metrics.requests.collect() for sample in metric.samples]
         num_counted = sum(sample.value for sample in ended if sample.name.endswith("_total"))
-        is_right = self._num_delivered <= num_counted <= self._num_submitted
+        # A client that leaves before its request reaches the engine is counted, too.
+        is_right = self._num_delivered <= num_counted <= self._num_submitted + self._num_gone
         require(
             is_right, f"{num_counted} of {self._num_submitted} requests counted, {self._num_delivered} seen"
         )
