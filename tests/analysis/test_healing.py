@@ -269,9 +269,9 @@ def test_an_aligned_pair_costs_what_its_ids_cost(tiny_llm: LLM) -> None:
     submitted: list[int] = []
     plain = front.submit
 
-    def counting(admitted: Any) -> None:
+    def counting(admitted: Any) -> Any:
         submitted.extend(len(one.request.prompt_token_ids) for one in admitted)
-        plain(admitted)
+        return plain(admitted)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(front, "submit", counting)

@@ -81,11 +81,11 @@ class Session:
                     f"{self.connection.url}: {len(ids)} token ids where at most {limit} were expected; "
                     "does the server implement OpenAI's API?"
                 )
-        if ids and max(ids) >= self.num_ids:
-            raise ServerError(
-                f"{self.connection.url}: token {max(ids)} is not one of the {self.num_ids} of the model "
-                "that computes the exact rows; name the model that the server runs"
-            )
+            if ids and max(ids) >= self.num_ids:
+                raise ServerError(
+                    f"{self.connection.url}: token {max(ids)} is not one of the {self.num_ids} of the model "
+                    "that computes the exact rows; name the model that the server runs"
+                )
 
     async def settle(self) -> None:
         """Score a short prompt, so that the next request is not the first after a generation."""

@@ -42,9 +42,7 @@ def test_there_are_two_processes_that_share_the_threads(replicas: Front) -> None
     assert replicas.capabilities().num_processes == 2
     assert list(replicas.stats().replicas) == NAMES
     assert replicas.stats().free_slots == 2 * replicas.capabilities().num_slots
-    assert [replica._threads for replica in replicas.core._replicas] == [
-        max(threads.num_threads() // 2, 1)
-    ] * 2
+    assert replicas.core._launcher._threads == max(threads.num_threads() // 2, 1)
 
 
 def test_requests_are_shared_out_by_what_waits_and_counted_until_they_end(
