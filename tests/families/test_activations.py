@@ -196,7 +196,7 @@ def test_routes_of_other_models_are_refused_by_name(name: str, text: TextEdge) -
 @pytest.mark.parametrize(
     ("routes", "words"),
     [
-        (np.zeros((1, 3, 2), int), "once"),
+        (np.zeros((1, 3, 2), int), "repeat an expert"),
         ([[[0, 1]] * 2], "has 2 layers with 2"),
         ([[[0, 1, 2]] * 3], "3 layers with 3"),
         ([[[0, 9]] * 3], "expert 9"),
