@@ -192,6 +192,7 @@ def test_the_lens_of_each_layer_is_norm_and_head_of_transformers_states(
 
 
 def test_the_transformers_decoder_has_a_lens_too(tiny_model_folder: Path, tiny_llm: LLM) -> None:
+    pytest.importorskip("transformers")
     with LLM(str(tiny_model_folder), kv_cache_memory_bytes=1 << 21, weights="plain") as llm:
         got = llm.logit_lens(TEXT)
     np.testing.assert_allclose(got.logprobs, tiny_llm.logit_lens(TEXT).logprobs, atol=1e-4)
