@@ -776,3 +776,7 @@ class BlockingScorer:
     def generate(self, prompts: Sequence[list[int]], sampling_params: SamplingParams) -> list[RequestOutput]:
         """Generate completions as `LLM.generate` does."""
         return self._waiter.wait(Model.generate(self._model, prompts, sampling_params))
+
+    def with_lora(self, name: str | None) -> BlockingScorer:
+        """Return the model with a LoRA adapter, or without one."""
+        return BlockingScorer(self._model.with_lora(name), self._waiter)

@@ -56,6 +56,10 @@ class Scorer(Protocol):
         """Score continuations; see `LLM.score`."""
         ...
 
+    def with_lora(self, name: str | None) -> Scorer:
+        """Return this model with a LoRA adapter, or without one; see `LLM.with_lora`."""
+        ...
+
     def generate(self, prompts: Sequence[list[int]], sampling_params: SamplingParams) -> list[RequestOutput]:
         """Generate completions; see `LLM.generate`."""
         ...

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
 
 import msgspec
 import numpy as np
 
-from logprobe.analysis.scorer import Scorer
 from logprobe.errors import InputError, require
 from logprobe.records.digests import NUM_BYTES, STEP, codes_of, digest_ids, read_digests
 from logprobe.records.info import LogprobsInfo  # noqa: TC001 - msgspec reads the annotation
@@ -17,19 +16,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from logprobe.analysis.scorer import Scorer
     from logprobe.records.store.columns import Array
 
 TOLERANCE: Final = 0.001
 """Mean difference in nats up to which a reply matches; see docs/audit.md for how it was chosen."""
 MAX_FILE_BYTES: Final = 1 << 30
-
-
-class LoraScorer(Scorer, Protocol):
-    """A `Scorer` whose LoRA adapter can be chosen; `LLM` is one."""
-
-    def with_lora(self, name: str | None) -> Scorer:
-        """Return the model with a LoRA adapter, or without one."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +72,7 @@ class _Reply(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class _Claim:
-    """What one choice claims."""
+    """The claims of one choice of a reply: tokens, their digests, and how they were computed."""
 
     name: str
     prompt: list[int]
@@ -89,7 +81,7 @@ class _Claim:
     info: LogprobsInfo
 
 
-def verify(llm: LoraScorer, replies: Any, *, tolerance: float = TOLERANCE) -> list[Verification]:
+def verify(llm: Scorer, replies: Any, *, tolerance: float = TOLERANCE) -> list[Verification]:
     """Compute the rows of replies again, and compare them with the replies' digests.
 
     Args:

@@ -105,7 +105,7 @@ def audit(
     reader, base = Reader(tokens, Reference(llm)), None
     if lora is not None:
         require(llm.lora is not None, "lora", "needs a model with this adapter; pass llm.with_lora(NAME)")
-        base = Reader(tokens, Reference(llm.with_lora(None)))  # type: ignore[attr-defined]
+        base = Reader(tokens, Reference(llm.with_lora(None)))
     comparison = Comparison(reader, base, findings, max_nats)
     max_len = int(llm.engine.capabilities().max_model_len)
     server = Endpoint(endpoint) if isinstance(endpoint, str) else endpoint
