@@ -3,11 +3,12 @@
 Two loaded models, one process: the larger one alone, and with the smaller one as its draft model. The same
 requests run in turn: chats about everyday questions, greedy and sampled at temperature 1, one and four at
 once. Tokens a second once the prompts are computed; the share of drafts that were accepted, by their place
-among the drafts of a step. With `--draft NAME`, that model drafts for `--model`, which needs the same
-tokenizer. Without it, a quantized `--model` drafts for its own weights in float32, which is the best case:
-the same tokens, but several times the bytes to read.
+among the drafts of a step, those of the lookup included. With `--draft NAME`, that model drafts for
+`--model`, which needs the same tokenizer. Without it, a quantized `--model` drafts for its own weights in
+float32, which is the best case: the same tokens, but several times the bytes to read.
 """
 
+import argparse
 import sys
 import time
 from dataclasses import replace
@@ -67,7 +68,7 @@ class Race:
     def _check(self, temperature: float, batch: int, number: int, token_ids: list[list[int]]) -> None:
         first = self._texts.setdefault((temperature, batch, number), token_ids)
         if first != token_ids:
-            print(f"temperature {temperature}, batch {batch}, round {number}: texts differ")
+            raise AssertionError(f"temperature {temperature}, batch {batch}, round {number}: texts differ")
 
     def _count(self, before: EngineStats, after: EngineStats) -> None:
         counts = zip(after.drafted_by_position, after.accepted_by_position, strict=False)
@@ -103,24 +104,18 @@ def figures(race: Race, options: Options) -> list[Figure]:
     return found
 
 
-def _draft_of(arguments: list[str]) -> str | None:
-    """Take `--draft NAME` out of the command line."""
-    if "--draft" not in arguments:
-        return None
-    place = arguments.index("--draft")
-    _, name = arguments[place : place + 2]
-    del arguments[place : place + 2]
-    return name
-
-
 def main() -> None:
     """Race with and without a draft model."""
-    draft = _draft_of(sys.argv)
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--draft")
+    known, sys.argv[1:] = parser.parse_known_args()
+    draft = known.draft
     options = parse_options(__doc__ or "")
     race = Race(options, draft)
     with race.llm:
         measured = figures(race, options)
-    publish(Path(__file__).stem, measured, options)
+    name = Path(__file__).stem + (f" --draft {Path(draft).name}" if draft else "")
+    publish(name, measured, options)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Measure how far row digests differ between processors, dtypes and weights, and so what a tolerance decides.
+"""Measure how far row digests differ between arithmetics, dtypes and quantizations, to choose a tolerance.
 
-The verifier runs the default model, exported to float32, with the native kernels. Each prover's digests of
-the same generated texts are compared with the verifier's: transformers' float32 modules stand for another
-processor, with the same weights; the others deliver something cheaper than they claim. For replies of 8 and
-of 32 tokens, the table has quantiles of the mean difference in nats, and how many replies match.
-docs/audit.md shows it; a run takes a few minutes.
+The verifier runs the default model, exported to float32, with the native kernels. Its digests of generated
+texts are compared with those of other computations: transformers' float32 modules (the same weights in
+another arithmetic), narrower dtypes, and quantized weights. For replies of 8 and 32 tokens, prints the
+minimum, median and maximum of the mean difference in nats, and how many replies match. docs/audit.md has the
+figures of 8 tokens.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ PROMPT_TOKENS, LENGTHS = 24, (8, 32)
 KV_BYTES = 1 << 28
 
 
-def quantised(folder: Path, target: Path, kind: GGMLQuantizationType) -> Path:
-    """A copy of a float32 model whose matrices have the values of a GGUF type."""
+def quantized(folder: Path, target: Path, kind: GGMLQuantizationType) -> Path:
+    """Copy a float32 model, and round its matrices to the values of a GGUF type."""
     shutil.copytree(folder, target)
     for path in target.glob("*.safetensors"):
         weights = load_file(path)
@@ -56,7 +56,7 @@ def quantised(folder: Path, target: Path, kind: GGMLQuantizationType) -> Path:
 
 
 def provers(folder: Path, scratch: Path) -> Iterator[tuple[str, Callable[[Pairs], Array]]]:
-    """What each prover is, and how it computes the codes of texts."""
+    """Yield the label of each computation, and a function that returns its codes."""
     yield (
         "the same weights, native kernels, smaller steps",
         partial(loaded, folder, max_num_batched_tokens=64),
@@ -66,19 +66,19 @@ def provers(folder: Path, scratch: Path) -> Iterator[tuple[str, Callable[[Pairs]
         yield f"computed in {str(dtype).removeprefix('torch.')}", partial(of_transformers, folder, dtype)
     for kind in (GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q4_0):
         yield (
-            f"weights quantised to {kind.name}",
-            partial(loaded, quantised(folder, scratch / kind.name, kind)),
+            f"weights quantized to {kind.name}",
+            partial(loaded, quantized(folder, scratch / kind.name, kind)),
         )
 
 
 def loaded(folder: Path, pairs: Pairs, **settings: Any) -> Array:
-    """The codes by this library."""
+    """Return the codes that logprobe computes."""
     with LLM(str(folder), kv_cache_memory_bytes=KV_BYTES, **settings) as llm:
         return codes(llm, pairs)
 
 
 def of_transformers(folder: Path, dtype: torch.dtype, pairs: Pairs) -> Array:
-    """The codes by transformers in a narrower dtype, which this library refuses as too inexact."""
+    """Return the codes that transformers computes in a narrower dtype."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     num_prompt, found = len(pairs[0][0]), []
     with torch.no_grad():  # all texts have the same length
@@ -91,7 +91,7 @@ def of_transformers(folder: Path, dtype: torch.dtype, pairs: Pairs) -> Array:
 
 
 def codes(llm: LLM, pairs: Pairs) -> Array:
-    """The codes of all rows of equally long texts, (texts, tokens, ids)."""
+    """Return the codes of all rows of equally long texts, (texts, tokens, ids)."""
     vocab_size = llm.engine.capabilities().vocab_size
     ids = [
         [digest_ids(np.array(prompt), place, vocab_size) for place in range(len(tokens))]

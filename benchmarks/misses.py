@@ -37,10 +37,6 @@ REASONS = {
         "their size on disk and in memory. The peak of a first load includes the mapped pages of the file "
         "and of its panels."
     ),
-    "bench_draft_model": (
-        "At temperature 1 the two models' draws differ more often than their best tokens. With few drafts "
-        "accepted, the draft model's own steps remain."
-    ),
     "bench_records": (
         "A single row is kept as it comes and packed with others later, while the pure-Python column store "
         "only appends to lists. From 64 rows per call, packing is one pass of NumPy."

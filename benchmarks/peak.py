@@ -1,4 +1,4 @@
-"""The multiply-adds that this machine does at most: float32, in registers, on all threads."""
+"""Peak rate of float32 multiply-adds of this machine, in registers, on all threads."""
 
 import functools
 import subprocess
@@ -12,14 +12,14 @@ FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-pthread", 
 
 
 def multiply_adds_per_s() -> float:
-    """Those of one second, by the best of some runs of milliseconds."""
+    """Return the peak rate per second: the best of some runs of milliseconds."""
     command = [Path(program().name) / "peak", str(num_threads()), "0.5"]
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
 @functools.cache
 def program() -> tempfile.TemporaryDirectory:
-    """The folder of the compiled program, which is removed at exit."""
+    """Compile peak.cpp; return the folder of the program, which is removed at exit."""
     folder = tempfile.TemporaryDirectory()
     subprocess.run(["g++", *FLAGS, SOURCE, "-o", Path(folder.name) / "peak"], check=True)
     return folder
