@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from server_process import Attacked
 
 TEXT = "the cat and the dog"
-KEY = "a key of the test"
+KEY = "a-key-of-the-test"
 SCHEMA = {
     "type": "object",
     "properties": {"mood": {"enum": ["good", "bad"]}, "is_sure": {"type": "boolean"}},
