@@ -153,9 +153,9 @@ def _from_json(data: bytes, params: SamplingParams, table: TokenTable | None, wh
 
 
 def _from_arrow(data: bytes, params: SamplingParams, table: TokenTable | None) -> RequestOutput:
-    from logprobe.records.replies import read_reply
+    from logprobe.records.replies import read_stream
 
-    rows = read_reply(data)
+    rows = read_stream(data)
     reply = msgspec.convert(rows.reply, _Completion)
     _check_choices(reply.choices, params)
     records = {name: record.with_table(table) for name, record in rows.records.items()}
