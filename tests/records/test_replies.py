@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from logprobe.errors import InputError
+from logprobe.errors import InputError, ParameterError
+from logprobe.records import FlatLogprobs
+from refusals import raises
 
 pa = pytest.importorskip("pyarrow")
 
@@ -109,3 +111,11 @@ def test_the_error_of_a_server_is_printable_and_short() -> None:
     with pytest.raises(InputError, match=r"logprobe\.error"):
         read_stream(schema.opening() + schema.closing({ERROR_KEY: b"["}))
     assert REPLY_KEY not in schema.arrow.metadata
+
+
+def test_positions_with_different_numbers_of_alternatives_are_the_requests_error() -> None:
+    record = FlatLogprobs()
+    record.append_rows([[5, 6]], [[-1.0, -2.0]], [1])
+    schema = ReplySchema({"": None}, {2})
+    with raises(ParameterError, parameter="logprobs"):
+        schema.batches([Part("0", record.rows, 0, [5], ["a"])])

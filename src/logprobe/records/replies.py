@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from logprobe._arrow import pa, pq
-from logprobe.errors import InputError, shortened
+from logprobe.errors import InputError, ParameterError, shortened
 from logprobe.records.flat import FlatLogprobs
 from logprobe.records.forms.arrow import INFO_KEY, all_fields, lists, required_fields, rows_of, schema
 from logprobe.records.forms.arrow_validity import as_input_error, check_counts, check_names, valid_column
@@ -99,7 +99,7 @@ class ReplySchema:
         """Return the rows of parts as one batch for each.
 
         Raises:
-            InputError: positions of a record have different numbers of alternatives.
+            ParameterError: positions of a record have different numbers of alternatives.
         """
         return [self._batch(part) for part in parts]
 
@@ -126,7 +126,7 @@ class ReplySchema:
     def _scored(self, rows: Rows, start: int, stop: int) -> dict[str, Any]:
         num_none, steps, others = rows.split(start, stop)
         if others.num_rows or steps.repeats_chosen:
-            raise InputError(IRREGULAR)
+            raise ParameterError("logprobs", IRREGULAR)
         is_none = np.zeros(stop - start, np.bool_)
         is_none[:num_none] = True
         mask = is_none if num_none else None
@@ -153,7 +153,7 @@ class ReplySchema:
             offsets = np.maximum(np.arange(len(is_none) + 1) - num_none, 0) * k
             return lists(offsets, values.ravel(), is_none)
         if len(values) and k != self._k:
-            raise InputError(IRREGULAR)
+            raise ParameterError("logprobs", IRREGULAR)
         padded = _after(num_none * self._k, values.ravel())
         mask = pa.array(is_none) if num_none else None
         return pa.FixedSizeListArray.from_arrays(pa.array(padded), self._k, mask=mask)
