@@ -77,14 +77,11 @@ class TinkerSampler:
         self._bridge = LoopThread()
 
     def close(self) -> None:
-        """Cancel the requests that run, and release a model that was opened by name or address."""
+        """Release a model that was opened by name or address, which ends its requests; wait for others."""
+        is_owner, self._is_owner = self._is_owner, False  # a second call does nothing
+        if is_owner:
+            self._bridge.run(_close(self._model))
         self._bridge.close()
-        if self._is_owner:
-            closing = self._model.close if hasattr(self._model, "close") else self._model.cleanup
-            if asyncio.iscoroutinefunction(closing):
-                asyncio.run(closing())
-            else:
-                closing()
 
     def __enter__(self) -> Self:
         return self
@@ -260,6 +257,12 @@ def _open(name: str, **settings: Any) -> Any:
     from logprobe.llm import AsyncLLM
 
     return AsyncLLM(name, **settings)
+
+
+async def _close(model: Any) -> None:
+    closing = await asyncio.to_thread(model.close)
+    if asyncio.iscoroutine(closing):  # of `AsyncLLM`
+        await closing
 
 
 def _tinker_types() -> Any:
