@@ -249,7 +249,7 @@ def test_an_error_in_the_first_step_of_a_stream_is_readable(
 
 
 def test_streams_of_several_prompts_have_the_records_of_whole_replies(server: Any) -> None:
-    body = COMPLETION | {"prompt": ["the cat", "a dog"], "n": 2, "prompt_logprobs": 1}
+    body: Any = COMPLETION | {"prompt": ["the cat", "a dog"], "n": 2, "prompt_logprobs": 1}
     whole, stream = (
         read_reply(binary(server, "/v1/completions", **body, stream=is_stream).content)
         for is_stream in (False, True)

@@ -12,7 +12,7 @@ import pytest
 from logprobe import RemoteLLM, SamplingParams
 from logprobe.errors import EngineClosedError, ParameterError, PromptTooLongError, ServerError
 from logprobe.integrations.remote import calls
-from logprobe.integrations.remote.link import Link
+from logprobe.integrations.remote.link import TOKEN_BYTES, Link
 from logprobe.server import ServerSettings
 from logprobe.server.http import replies
 from logprobe.transport.http_client import HttpReply
@@ -143,7 +143,7 @@ def test_the_limit_of_a_reply_covers_the_reports(
         with pytest.raises(ServerError):
             asyncio.run(far.generate([PROMPTS[1]], SamplingParams(logprobs=1, max_tokens=5, **more)))
     num_more = 40 if "logprob_token_ids" in asked else 4
-    assert limits[1] - limits[0] >= num_more * 5 * calls.TOKEN_BYTES
+    assert limits[1] - limits[0] >= num_more * 5 * TOKEN_BYTES
 
 
 @pytest.mark.parametrize("name", ["0/processed", "0/prompt"])
