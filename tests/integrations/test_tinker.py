@@ -209,6 +209,11 @@ def test_skyrls_requests_are_answered(sampler: TinkerSampler, tiny_llm: LLM) -> 
         ({"num_samples": 0}, "n"),
         ({"prompt": {"chunks": [{"type": "image"}]}}, "prompt"),
         ({"prompt": {}}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": {"chunks": [1]}}, "prompt"),
+        ({"topk_prompt_logprobs": "2"}, "topk_prompt_logprobs"),
+        ({"sampling_params": {"max_tokens": 1, "stop": 5}}, "sampling_params"),
     ],
 )
 def test_invalid_requests_name_the_field(sampler: TinkerSampler, change: Any, parameter: str) -> None:
