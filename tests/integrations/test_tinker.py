@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from logprobe import AsyncLLM, SamplingParams
-from logprobe.errors import MissingPackageError, ParameterError
+from logprobe.errors import EngineClosedError, MissingPackageError, ParameterError
 from logprobe.integrations.tinker import TinkerSampler
 from logprobe.server import ServerSettings
 from refusals import raises
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from logprobe import LLM
 
 IDS = [5, 6, 7, 8]
+BODY = {"prompt": {"chunks": [{"tokens": IDS}]}, "sampling_params": {"max_tokens": 1}}
 needs_tinker = pytest.mark.skipif(find_spec("tinker") is None, reason="the package tinker is not installed")
 
 
@@ -208,6 +209,11 @@ def test_skyrls_requests_are_answered(sampler: TinkerSampler, tiny_llm: LLM) -> 
         ({"num_samples": 0}, "n"),
         ({"prompt": {"chunks": [{"type": "image"}]}}, "prompt"),
         ({"prompt": {}}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": {"chunks": [1]}}, "prompt"),
+        ({"topk_prompt_logprobs": "2"}, "topk_prompt_logprobs"),
+        ({"sampling_params": {"max_tokens": 1, "stop": 5}}, "sampling_params"),
     ],
 )
 def test_invalid_requests_name_the_field(sampler: TinkerSampler, change: Any, parameter: str) -> None:
@@ -229,6 +235,17 @@ def test_processed_logprobs_are_of_the_sampled_distribution(tiny_model_folder: P
     assert all(value < 0 for value in asyncio.run(logprobs("raw_logprobs")))
     with raises(ParameterError, parameter="logprobs_mode"):
         TinkerSampler("smollm2", logprobs_mode="both")
+
+
+def test_a_model_opened_by_name_is_closed_in_async_code(tiny_model_folder: Path) -> None:
+    async def closed() -> TinkerSampler:
+        with TinkerSampler(str(tiny_model_folder), kv_cache_memory_bytes=1 << 21) as sampler:
+            await sampler.sample_json(BODY)
+        sampler.close()
+        return sampler
+
+    with pytest.raises(EngineClosedError):
+        asyncio.run(asyncio.run(closed()).sample_json(BODY))
 
 
 def test_without_the_package_the_extra_is_named(

@@ -178,6 +178,8 @@ def test_top_k_lists_have_a_fixed_size(server: Any) -> None:
         (f"{ARROW};q=0, */*", False),
         (f"{ARROW};q=x", False),
         (f"*/*;q=0.1, {ARROW}", True),
+        (ARROW.replace("application", "Application"), True),
+        (f"text/event-stream, {ARROW};q=0.5", False),
     ],
 )
 def test_the_media_type_is_negotiated(server: Any, accept: str, is_arrow: bool) -> None:
@@ -188,15 +190,17 @@ def test_the_media_type_is_negotiated(server: Any, accept: str, is_arrow: bool) 
 
 @pytest.mark.parametrize(
     ("accept", "body", "parameter"),
-    [(PARQUET, {"stream": True}, "stream"), (ARROW, {"field_logprobs": True}, "field_logprobs")],
+    [
+        (PARQUET, COMPLETION | {"stream": True}, "stream"),
+        (ARROW, COMPLETION | {"field_logprobs": True}, "field_logprobs"),
+        (ARROW, CHAT | {"include_reasoning": False}, "include_reasoning"),
+    ],
 )
 def test_what_binary_replies_do_not_have_is_refused(
     server: Any, accept: str, body: Any, parameter: str
 ) -> None:
-    asked = COMPLETION | body
-    reply = httpx.post(
-        f"{server.url}/v1/completions", json=asked, headers={"accept": accept}, timeout=PATIENCE_S
-    )
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    reply = httpx.post(server.url + path, json=body, headers={"accept": accept}, timeout=PATIENCE_S)
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == parameter
 
@@ -232,6 +236,29 @@ def test_an_error_in_a_stream_ends_it_with_metadata(server: Any, monkeypatch: py
         read_reply(data)
 
 
+def test_an_error_in_the_first_step_of_a_stream_is_readable(
+    server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise InputError("no rows today")
+
+    monkeypatch.setattr("logprobe.records.replies.ReplySchema.batches", fail)
+    data = binary(server, "/v1/completions", **COMPLETION, stream=True).content
+    with pytest.raises(InputError, match="no rows today"):
+        read_reply(data)
+
+
+def test_streams_of_several_prompts_have_the_records_of_whole_replies(server: Any) -> None:
+    body: Any = COMPLETION | {"prompt": ["the cat", "a dog"], "n": 2, "prompt_logprobs": 1}
+    whole, stream = (
+        read_reply(binary(server, "/v1/completions", **body, stream=is_stream).content)
+        for is_stream in (False, True)
+    )
+    assert stream.records.keys() == {"0", "1", "2", "3", "0/prompt", "2/prompt"}
+    assert stream.records == whole.records
+    assert stream.texts == whole.texts
+
+
 def test_a_compressed_or_damaged_stream_is_refused(server: Any) -> None:
     data = binary(server, "/v1/completions", **COMPLETION).content
     table, sink = table_of(data), pa.BufferOutputStream()
@@ -245,8 +272,10 @@ def test_a_compressed_or_damaged_stream_is_refused(server: Any) -> None:
             read_reply(data[:stop])
 
 
-def test_damaged_bytes_never_do_anything_but_raise(server: Any) -> None:
-    data = binary(server, "/v1/completions", **COMPLETION).content
+@pytest.mark.parametrize("logprobs", [3, None])
+def test_damaged_bytes_never_do_anything_but_raise(server: Any, logprobs: int | None) -> None:
+    asked = COMPLETION | {"logprobs": logprobs}
+    data = binary(server, "/v1/completions", **asked).content
     random = np.random.default_rng(3)
     for _ in range(200):
         damaged = bytearray(data)

@@ -271,7 +271,9 @@ def test_a_file_that_is_no_fit_ends_the_start(content: str | None, tmp_path: Pat
     path = tmp_path / "fit.json"
     if content is not None:
         path.write_text(content)
-    with raises(ParameterError, parameter="confidence"):
+    with pytest.raises(ParameterError) as caught:
         read_confidences(ServerSettings(confidence=(f"moods={path}",)))
+    assert caught.value.parameter == "confidence"
+    assert str(caught.value).count(str(path)) == 1
     with raises(ParameterError, parameter="confidence"):
         ServerSettings(confidence=("moods",))

@@ -8,13 +8,15 @@ clients of SkyRL do, and needs no further package.
 from __future__ import annotations
 
 import asyncio
+import re
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, Self, final
 
+import msgspec
 import numpy as np
 
 from logprobe.engine.backends.bridge import LoopThread
-from logprobe.errors import MissingPackageError, ParameterError, require
+from logprobe.errors import MissingPackageError, ParameterError, require, shortened
 from logprobe.records.values import IdLists
 from logprobe.sampling import SamplingParams
 
@@ -77,14 +79,11 @@ class TinkerSampler:
         self._bridge = LoopThread()
 
     def close(self) -> None:
-        """Cancel the requests that run, and release a model that was opened by name or address."""
+        """Release a model that was opened by name or address, which ends its requests; wait for others."""
+        is_owner, self._is_owner = self._is_owner, False  # a second call does nothing
+        if is_owner:
+            self._bridge.run(_close(self._model))
         self._bridge.close()
-        if self._is_owner:
-            closing = self._model.close if hasattr(self._model, "close") else self._model.cleanup
-            if asyncio.iscoroutinefunction(closing):
-                asyncio.run(closing())
-            else:
-                closing()
 
     def __enter__(self) -> Self:
         return self
@@ -185,16 +184,20 @@ class TinkerSampler:
         Raises:
             ParameterError: a field is invalid.
         """
-        body = request.get("json", request)
-        chunks = body.get("prompt", {}).get("chunks", [])
-        for chunk in chunks:
-            require("tokens" in chunk, "prompt", f"has a chunk of type {chunk.get('type')!r}; give token ids")
-        ids = [token_id for chunk in chunks for token_id in chunk["tokens"]]
-        asked = body.get("sampling_params") or {}
-        fields = {name: asked.get(name, default) for name, default in _SAMPLING.items()}
-        params = self._params(fields, body.get("num_samples", 1), 0)
-        k = body.get("topk_prompt_logprobs") or 0
-        is_scored = bool(body.get("include_prompt_logprobs", body.get("prompt_logprobs"))) or k > 0
+        try:
+            body = msgspec.convert(request.get("json", request), _Body)
+        except msgspec.ValidationError as error:
+            reason, _, path = str(error).partition(" - at `$.")
+            raise ParameterError(re.split(r"[.\[`]", path)[0] or "request", reason) from error
+        for chunk in body.prompt.chunks:
+            problem = f"has a chunk of type {shortened(str(chunk.type))!r}; give token ids"
+            require(chunk.tokens is not None, "prompt", problem)
+        ids = [token_id for chunk in body.prompt.chunks for token_id in chunk.tokens or ()]
+        fields = msgspec.structs.asdict(body.sampling_params or _Sampling())
+        params = self._params(fields, body.num_samples, 0)
+        k = body.topk_prompt_logprobs or 0
+        asked = body.include_prompt_logprobs
+        is_scored = bool(body.prompt_logprobs if asked is None else asked) or k > 0
         output, prompt_output = await self._generate(ids, params, _scoring(is_scored, k, None))
         scored = None if prompt_output is None else prompt_output.prompt_logprobs
         tops = None if scored is None or not k else _top_k(scored, k)
@@ -241,15 +244,35 @@ class TinkerSampler:
         return outputs[0], outputs[1] if scored is not None else None
 
 
-_SAMPLING: Final[dict[str, Any]] = {
-    "max_tokens": None,
-    "seed": None,
-    "stop": None,
-    "temperature": 1.0,
-    "top_k": -1,
-    "top_p": 1.0,
-}
-"""Fields of Tinker's sampling parameters, with their defaults."""
+class _Chunk(msgspec.Struct):
+    type: str | None = None
+    tokens: list[int] | None = None
+
+
+class _Prompt(msgspec.Struct):
+    chunks: list[_Chunk] = []
+
+
+class _Sampling(msgspec.Struct):
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: str | list[str | int] | None = None
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+
+
+class _Body(msgspec.Struct):
+    prompt: _Prompt
+    num_samples: int = 1
+    sampling_params: _Sampling | None = None
+    include_prompt_logprobs: bool | None = None
+    prompt_logprobs: bool | int | None = None
+    topk_prompt_logprobs: int | None = None
+
+
+_SAMPLING: Final = _Sampling.__struct_fields__
+"""Fields of Tinker's sampling parameters."""
 
 
 def _open(name: str, **settings: Any) -> Any:
@@ -260,6 +283,12 @@ def _open(name: str, **settings: Any) -> Any:
     from logprobe.llm import AsyncLLM
 
     return AsyncLLM(name, **settings)
+
+
+async def _close(model: Any) -> None:
+    closing = await asyncio.to_thread(model.close)
+    if asyncio.iscoroutine(closing):  # of `AsyncLLM`
+        await closing
 
 
 def _tinker_types() -> Any:

@@ -19,10 +19,10 @@ import msgspec
 import numpy as np
 
 from logprobe._arrow import pa, pq
-from logprobe.errors import InputError
+from logprobe.errors import InputError, ParameterError, shortened
 from logprobe.records.flat import FlatLogprobs
-from logprobe.records.forms.arrow import INFO_KEY, lists, required_fields, rows_of, schema
-from logprobe.records.forms.arrow_validity import as_input_error, check_counts, check_names
+from logprobe.records.forms.arrow import INFO_KEY, all_fields, lists, required_fields, rows_of, schema
+from logprobe.records.forms.arrow_validity import as_input_error, check_counts, check_names, valid_column
 from logprobe.records.forms.validity import require
 from logprobe.records.forms.versions import check_parquet
 from logprobe.records.info import LogprobsInfo
@@ -99,7 +99,7 @@ class ReplySchema:
         """Return the rows of parts as one batch for each.
 
         Raises:
-            InputError: positions of a record have different numbers of alternatives.
+            ParameterError: positions of a record have different numbers of alternatives.
         """
         return [self._batch(part) for part in parts]
 
@@ -126,7 +126,7 @@ class ReplySchema:
     def _scored(self, rows: Rows, start: int, stop: int) -> dict[str, Any]:
         num_none, steps, others = rows.split(start, stop)
         if others.num_rows or steps.repeats_chosen:
-            raise InputError(IRREGULAR)
+            raise ParameterError("logprobs", IRREGULAR)
         is_none = np.zeros(stop - start, np.bool_)
         is_none[:num_none] = True
         mask = is_none if num_none else None
@@ -153,7 +153,7 @@ class ReplySchema:
             offsets = np.maximum(np.arange(len(is_none) + 1) - num_none, 0) * k
             return lists(offsets, values.ravel(), is_none)
         if len(values) and k != self._k:
-            raise InputError(IRREGULAR)
+            raise ParameterError("logprobs", IRREGULAR)
         padded = _after(num_none * self._k, values.ravel())
         mask = pa.array(is_none) if num_none else None
         return pa.FixedSizeListArray.from_arrays(pa.array(padded), self._k, mask=mask)
@@ -211,23 +211,39 @@ def read_reply(source: bytes | str | Path) -> ReplyRows:
         InputError: the source is not such a reply, or the server reported an error at the end of a stream.
     """
     data = source if isinstance(source, bytes) else Path(source).read_bytes()
+    if not data.startswith(PARQUET_MAGIC):
+        return read_stream(data)
     with as_input_error("the reply"):
-        batches, metadata = _parquet_batches(data) if data.startswith(PARQUET_MAGIC) else _batches(data)
-        if ERROR_KEY in metadata:
-            raise InputError(f"the server ended the stream: {metadata[ERROR_KEY].decode()}")
-        parts: dict[str, list[pa.RecordBatch]] = {}
-        for batch in batches:
-            check_names(batch.schema, [pa.field(name, pa.null()) for name in _BARE])
-            for name, part in _by_record(batch):
-                parts.setdefault(name, []).append(part)
-        tables = {name: pa.Table.from_batches(own) for name, own in parts.items()}
-        scored = {name: table for name, table in tables.items() if "rank" in table.schema.names}
-        return ReplyRows(
-            reply=_object(metadata.get(REPLY_KEY, b"{}")),
-            records={name: _record(name, table) for name, table in scored.items()},
-            texts={name: _text(table) for name, table in tables.items() if "/" not in name},
-            token_ids={name: table.column("token_id").to_numpy() for name, table in tables.items()},
-        )
+        return _reply_of(*_parquet_batches(data))
+
+
+def read_stream(data: bytes) -> ReplyRows:
+    """Read an Arrow stream as `read_reply` does; safe for data of an untrusted server.
+
+    Raises:
+        InputError: the data is not such a stream, or the server reported an error at its end.
+    """
+    with as_input_error("the reply"):
+        return _reply_of(*_batches(data))
+
+
+def _reply_of(batches: Sequence[pa.RecordBatch], metadata: Mapping[bytes, bytes]) -> ReplyRows:
+    if ERROR_KEY in metadata:
+        raise InputError(f"the server ended the stream: {_message_of(metadata[ERROR_KEY])}")
+    parts: dict[str, list[pa.RecordBatch]] = {}
+    for batch in batches:
+        check_names(batch.schema, [pa.field(name, pa.null()) for name in _BARE])
+        batch.validate(full=True)
+        for name, part in _by_record(batch):
+            parts.setdefault(name, []).append(part)
+    tables = {name: pa.Table.from_batches(own) for name, own in parts.items()}
+    scored = {name: table for name, table in tables.items() if "rank" in table.schema.names}
+    return ReplyRows(
+        reply=_object(metadata.get(REPLY_KEY, b"{}"), REPLY_KEY),
+        records={name: _record(name, table) for name, table in scored.items()},
+        texts={name: _text(table) for name, table in tables.items() if "/" not in name},
+        token_ids={name: _token_ids(table) for name, table in tables.items()},
+    )
 
 
 def _info_key(kind: str) -> bytes:
@@ -262,7 +278,11 @@ def _batches(data: bytes) -> tuple[list[pa.RecordBatch], dict[bytes, bytes]]:
     batches: list[pa.RecordBatch] = []
     reader = pa.ipc.open_stream(data)
     check_parquet(reader.schema.metadata, "the reply")
+    _check_types(reader.schema)
     metadata = dict(reader.schema.metadata or {})
+    # pyarrow also ends at the end of the data; a stream that was cut has no REPLY_KEY in its last batch.
+    is_complete = REPLY_KEY not in metadata or data.endswith(END_OF_STREAM)
+    require(is_complete, "the reply is incomplete; request it again")
     num_rows = 0
     while True:
         try:
@@ -274,6 +294,21 @@ def _batches(data: bytes) -> tuple[list[pa.RecordBatch], dict[bytes, bytes]]:
         metadata |= {} if own is None else dict(own.items())
         if batch.num_rows:
             batches.append(batch)
+
+
+def _check_types(schema: pa.Schema) -> None:
+    """Check that all columns have the types that servers write.
+
+    Dictionaries may be compressed, and lists of nulls may have any length without data.
+    """
+    types = {field.name: field.type for field in all_fields()} | {"text": pa.string()}
+    require(len(set(schema.names)) == len(schema.names), "a column is duplicated")
+    for field in schema:
+        kind = field.type
+        if pa.types.is_fixed_size_list(kind):
+            kind = pa.list_(kind.value_type)
+        problem = f"the column {field.name[:60]!r} has the type {str(field.type)[:60]!r}"
+        require(types.get(field.name) == kind, problem)
 
 
 def _is_compressed(message: Any) -> bool:
@@ -299,7 +334,6 @@ def _is_compressed(message: Any) -> bool:
 
 def _by_record(batch: pa.RecordBatch) -> Iterator[tuple[str, pa.RecordBatch]]:
     """Yield (record name, rows) for each run of rows of one record."""
-    batch.column("request_id").validate(full=True)
     start = 0
     for name, run in groupby(batch.column("request_id").to_pylist()):
         length = sum(1 for _ in run)
@@ -330,14 +364,26 @@ def _unused(field: pa.Field, table: pa.Table) -> pa.Array:
 def _text(table: pa.Table) -> str:
     if "text" not in table.schema.names:
         return ""
-    column = table.column("text")
-    column.validate(full=True)
-    return "".join(filter(None, map(str, column.drop_null().to_pylist())))
+    return "".join(filter(None, map(str, table.column("text").drop_null().to_pylist())))
 
 
-def _object(data: bytes) -> dict[str, Any]:
+def _token_ids(table: pa.Table) -> Array:
+    ids = valid_column(table.column("token_id"), pa.field("token_id", pa.int64()))
+    require(ids.null_count == 0, "token_id has a null value")
+    values: Array = ids.to_numpy()
+    return values
+
+
+def _message_of(data: bytes) -> str:
+    """Return the message of an error of a server, as printable text of limited length."""
+    error = _object(data, ERROR_KEY).get("error")
+    message = str(error.get("message")) if isinstance(error, dict) else "it gave no reason"
+    return shortened("".join(char if char.isprintable() else repr(char)[1:-1] for char in message), 300)
+
+
+def _object(data: bytes, key: bytes) -> dict[str, Any]:
     try:
         reply: dict[str, Any] = msgspec.json.decode(data, type=dict[str, Any])
     except (ValueError, RecursionError) as error:
-        raise InputError(f"the metadata {REPLY_KEY.decode()} is not a JSON object: {error}") from error
+        raise InputError(f"the metadata {key.decode()} is not a JSON object: {error}") from error
     return reply

@@ -50,6 +50,8 @@ async def answer_binary(
     """
     if generation.field_logprobs:
         raise bad_request("field_logprobs", f"is not reported in binary replies; accept {JSON_TYPE}")
+    if generation.hides_reasoning:
+        raise bad_request("include_reasoning", f"must be true in binary replies; accept {JSON_TYPE}")
     if is_stream and media_type == PARQUET_TYPE:
         raise bad_request("stream", f"a Parquet file is not streamed; leave it out, or accept {ARROW_TYPE}")
     rows = ReplyWriter(service, generation, shape)
@@ -71,7 +73,7 @@ class ReplyWriter:
 
     def __init__(self, service: Service, generation: Generation, shape: Shape) -> None:
         self._service, self._generation, self._shape = service, generation, shape
-        self._schema: ReplySchema | None = None  # of a stream, once it has begun
+        self._schema: ReplySchema | None = None  # of a stream, once it was sent
         self._begun: set[int] = set()  # prompts whose rows have been written
 
     def whole(self, *, is_parquet: bool) -> bytes:
@@ -91,7 +93,9 @@ class ReplyWriter:
                 async for pieces in steps:
                     # The first job imports pyarrow.
                     num_entries = self._generation.num_entries_of(pieces) if self._schema else None
-                    if data := await write(partial(self._step, pieces), num_entries):
+                    schema, data = await write(partial(self._step, pieces), num_entries)
+                    self._schema = schema  # only now: a job that fails or is cancelled sends nothing
+                    if data:
                         yield data
             yield await write(self._end, self._generation.num_completion_tokens)
         except Exception as error:
@@ -106,14 +110,12 @@ class ReplyWriter:
 
         return self._closing({ERROR_KEY: msgspec.json.encode(error.to_dict())})
 
-    def _step(self, pieces: Sequence[CompletionPiece]) -> bytes:
+    def _step(self, pieces: Sequence[CompletionPiece]) -> tuple[ReplySchema, bytes]:
+        """Return the schema of the stream, and the rows of pieces, which begin with it if it was not sent."""
         parts = [part for piece in pieces for part in self._parts(piece)]
         parts = [part for part in parts if part.token_ids]
-        opening = b""
-        if self._schema is None:
-            self._schema = self._new_schema(self._kinds())
-            opening = self._schema.opening()
-        return self._counted(opening + self._schema.step(self._schema.batches(parts)))
+        schema, opening = self._begin()
+        return schema, self._counted(opening + schema.step(schema.batches(parts)))
 
     def _end(self) -> bytes:
         from logprobe.records.replies import REPLY_KEY
@@ -121,11 +123,15 @@ class ReplyWriter:
         return self._closing({REPLY_KEY: self._reply(self._generation.whole_again())})
 
     def _closing(self, metadata: dict[bytes, bytes]) -> bytes:
-        opening = b""
-        if self._schema is None:
-            self._schema = self._new_schema(self._kinds() if self._generation.outputs else {})
-            opening = self._schema.opening()
-        return self._counted(opening + self._schema.closing(metadata))
+        schema, opening = self._begin()
+        return self._counted(opening + schema.closing(metadata))
+
+    def _begin(self) -> tuple[ReplySchema, bytes]:
+        """Return the schema of the stream, and its bytes if they were not sent yet."""
+        if self._schema is not None:
+            return self._schema, b""
+        schema = self._new_schema(self._kinds() if self._generation.outputs else {})
+        return schema, schema.opening()
 
     def _counted(self, data: bytes) -> bytes:
         self._service.metrics.bytes_out.inc(len(data))

@@ -59,6 +59,7 @@ class Generation:
         *,
         field_logprobs: FieldLogprobs | None = None,
         shows_special: bool = False,
+        hides_reasoning: bool = False,
     ) -> None:
         """Validate and admit all prompts, without starting them.
 
@@ -69,6 +70,7 @@ class Generation:
             echoes: the prompts' texts, if each choice begins with its prompt.
             field_logprobs: report the JSON fields in each choice; "members": score their alternative values.
             shows_special: texts contain special tokens, but not the one that ended the text.
+            hides_reasoning: the reply leaves out the reasoning and its rows.
 
         Raises:
             ParameterError: a prompt or its parameters are invalid.
@@ -76,6 +78,7 @@ class Generation:
         """
         self.reply_id = reply_id
         self.params = prompts[0][1]
+        self.hides_reasoning = hides_reasoning
         self.outputs: dict[int, RequestOutput] = {}  # by prompt
         self._service = service
         requests = service.of_one_call()

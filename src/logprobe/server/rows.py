@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial, reduce
 from itertools import compress
 from operator import add
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from logprobe.server.reply import Generation
     from logprobe.server.reply_channels import ReplyChannels, ReplySegment
     from logprobe.server.service import Service
+
+ROUTES_PER_ENTRY: Final = 16  # expert ids that take the time of one entry to write
 
 
 def num_top(generation: Generation) -> int | None:
@@ -203,11 +205,18 @@ def route_extensions(body: GenerationBody, output: RequestOutput, piece: Complet
     return {"routed_experts": {"shape": routes.shape, "dtype": str(routes.dtype), "data": little.tobytes()}}
 
 
-def num_field_tokens(body: GenerationBody | ResponsesBody, pieces: Sequence[CompletionPiece]) -> int:
-    """Count the tokens in finished completions whose fields or routes are written; 0 if not requested."""
-    if not (body.field_logprobs or getattr(body, "return_routed_experts", None)):
-        return 0
-    return sum(len(piece.completion.token_ids) for piece in pieces if piece.finish_reason is not None)
+def num_ending_entries(
+    body: GenerationBody | ResponsesBody, generation: Generation, pieces: Sequence[CompletionPiece]
+) -> int:
+    """Return the cost of the fields and routes of finished completions, in entries; 0 if not requested."""
+    ended = [piece for piece in pieces if piece.finish_reason is not None]
+    num_entries = sum(len(piece.completion.token_ids) for piece in ended) if body.field_logprobs else 0
+    if getattr(body, "return_routed_experts", None):
+        outputs = [generation.outputs[generation.prompt_of(piece)] for piece in ended]
+        routes = [output.prompt_routed_experts for output in outputs]
+        routes += [piece.completion.routed_experts for piece in ended]
+        num_entries += sum(array.size for array in routes if array is not None) // ROUTES_PER_ENTRY
+    return num_entries
 
 
 def segment_fields(

@@ -379,9 +379,9 @@ def check_keys(keys: Sequence[str], name: str, *, is_public: bool) -> None:
         ParameterError: a key is empty, has other characters than visible ASCII, or is shorter than
             `MIN_KEY_CHARS` while `is_public` is set.
     """
-    require(all(keys), name, "a key is empty")
+    require(all(keys), name, "a key is empty; leave it out")
     is_visible = all(key.isascii() and key.isprintable() and " " not in key for key in keys)
-    require(is_visible, name, "each key must consist of ASCII letters, digits and signs, without spaces")
+    require(is_visible, name, "each key must consist of visible ASCII characters, without spaces")
     is_long = not is_public or all(len(key) >= MIN_KEY_CHARS for key in keys)
     remedy = f"must have at least {MIN_KEY_CHARS} characters if other machines can reach the server"
     require(is_long, name, f"each key {remedy}; create one with `openssl rand -hex 24`")
@@ -400,9 +400,10 @@ def read_confidences(settings: ServerSettings) -> dict[str, FittedConfidence]:
         name, _, path = setting.partition("=")
         try:
             fits[name] = FittedConfidence.load(path)
-        except (OSError, InputError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise ParameterError("confidence", f"cannot read {path}: {reason}") from error
+        except OSError as error:
+            raise ParameterError("confidence", f"cannot read {path}: {error.strerror or error}") from error
+        except InputError as error:
+            raise ParameterError("confidence", str(error)) from error
     return fits
 
 

@@ -12,7 +12,7 @@ import pytest
 from logprobe import RemoteLLM, SamplingParams
 from logprobe.errors import EngineClosedError, ParameterError, PromptTooLongError, ServerError
 from logprobe.integrations.remote import calls
-from logprobe.integrations.remote.link import Link
+from logprobe.integrations.remote.link import TOKEN_BYTES, Link
 from logprobe.server import ServerSettings
 from logprobe.server.http import replies
 from logprobe.transport.http_client import HttpReply
@@ -127,7 +127,51 @@ def test_other_reports_come_as_arrow(far: RemoteLLM, tiny_llm: LLM, asked: dict[
                     np.testing.assert_array_equal(record.extras[name], values)
 
 
-@pytest.mark.parametrize("asked", [{"explain": True}, {"kept_ids": True, "logprobs_mode": "both"}])
+@pytest.mark.parametrize("asked", [{"logprob_token_ids": [*range(8, 48)]}, {"logprobs_mode": "both"}])
+def test_the_limit_of_a_reply_covers_the_reports(
+    far: RemoteLLM, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any]
+) -> None:
+    pytest.importorskip("pyarrow")
+    limits = []
+
+    async def post(*args: Any) -> HttpReply:
+        limits.append(args[3])
+        return HttpReply(200, replies.ARROW_TYPE, b"")
+
+    monkeypatch.setattr(Link, "post", post)
+    for more in ({}, asked):
+        with pytest.raises(ServerError):
+            asyncio.run(far.generate([PROMPTS[1]], SamplingParams(logprobs=1, max_tokens=5, **more)))
+    num_more = 40 if "logprob_token_ids" in asked else 4
+    assert limits[1] - limits[0] >= num_more * 5 * TOKEN_BYTES
+
+
+@pytest.mark.parametrize("name", ["0/processed", "0/prompt"])
+@pytest.mark.parametrize("is_missing", [False, True])
+def test_rows_that_are_missing_or_of_other_tokens_are_an_error(
+    far: RemoteLLM, monkeypatch: pytest.MonkeyPatch, name: str, is_missing: bool
+) -> None:
+    pytest.importorskip("pyarrow")
+    from logprobe.records import replies as read
+
+    def faulty(data: bytes) -> Any:
+        rows = stream(data)
+        if is_missing:
+            del rows.records[name], rows.token_ids[name]
+        else:
+            rows.token_ids[name] = rows.token_ids[name] + 1
+        return rows
+
+    stream = read.read_stream
+    monkeypatch.setattr(read, "read_stream", faulty)
+    params = SamplingParams(logprobs=1, prompt_logprobs=1, logprobs_mode="both", max_tokens=3)
+    with pytest.raises(ServerError, match=name):
+        asyncio.run(far.generate([PROMPTS[1]], params))
+
+
+@pytest.mark.parametrize(
+    "asked", [{"explain": True}, {"kept_ids": True, "logprobs_mode": "both"}, {"return_routed_experts": True}]
+)
 def test_other_reports_are_refused_by_name(far: RemoteLLM, asked: dict[str, Any]) -> None:
     with raises(ParameterError, parameter=next(iter(asked))):
         asyncio.run(far.generate("a", SamplingParams(logprobs=1, **asked)))
@@ -149,9 +193,11 @@ def test_without_pyarrow_rows_come_as_json(
     far: RemoteLLM, tiny_llm: LLM, monkeypatch: pytest.MonkeyPatch, module: Any
 ) -> None:
     monkeypatch.setattr(module, "find_spec", lambda _: None)
-    params = SamplingParams(max_tokens=6, seed=3, n=2, logprobs=3, prompt_logprobs=2)
-    found = asyncio.run(far.generate(PROMPTS, params))
-    assert [*map(facts_of, found)] == [*map(facts_of, tiny_llm.generate(PROMPTS, params))]
+    params = SamplingParams(max_tokens=6, seed=3, n=2, logprobs=3, prompt_logprobs=2, digest=True)
+    found, near = asyncio.run(far.generate(PROMPTS, params)), tiny_llm.generate(PROMPTS, params)
+    assert [*map(facts_of, found)] == [*map(facts_of, near)]
+    for one, own in zip(found, near, strict=True):
+        assert [each.digests for each in one.outputs] == [each.digests for each in own.outputs]
 
 
 def test_what_the_server_refuses_is_an_error_of_the_same_kind(far: RemoteLLM) -> None:

@@ -8,6 +8,7 @@ from math import inf, nan
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
+import numpy as np
 
 from logprobe.analysis.score import Score
 from logprobe.engine.request import CompletionOutput, RequestOutput
@@ -24,10 +25,15 @@ if TYPE_CHECKING:
 
     from logprobe.engine.protocol import Capabilities
     from logprobe.integrations.remote.link import Link
+    from logprobe.records.replies import ReplyRows
     from logprobe.records.values import TokenTable
 
 SCORES: Final = "/v1/loglikelihood"
 ARROW_TYPE: Final = "application/vnd.apache.arrow.stream"
+ROUTES: Final = {
+    "return_hidden_states": "POST /v1/hidden_states (prompts only) or LLM.generate",
+    "return_routed_experts": "POST /v1/completions",
+}
 DEFAULTS: Final = SamplingParams()
 
 
@@ -118,7 +124,10 @@ async def ask_completion(
         # The last two are used only by a server without pyarrow, which replies with JSON.
         body |= {"logprobs_mode": params.logprobs_mode, "return_tokens_as_token_ids": True}
         body["prompt_rows"] = params.prompt_logprobs is not None
-    num_new, num_old = (3 + (facts.vocab_size if k == -1 else k or 0) for k in counts)
+    ids = params.logprob_token_ids
+    num_given = int(np.diff(ids.offsets).max(initial=0)) if isinstance(ids, IdLists) else len(ids or ())
+    num_new, num_old = (3 + num_given + (facts.vocab_size if k == -1 else k or 0) for k in counts)
+    num_new *= 2 if params.logprobs_mode == "both" else 1
     num_entries = params.n * params.max_tokens * num_new + facts.max_model_len * num_old
     accept = f"{ARROW_TYPE}, application/json;q=0.5" if has_rows and is_binary else None
     reply = await link.post(SAMPLES, body, FACTS_BYTES + num_entries * TOKEN_BYTES, accept)
@@ -153,22 +162,29 @@ def _from_json(data: bytes, params: SamplingParams, table: TokenTable | None, wh
 
 
 def _from_arrow(data: bytes, params: SamplingParams, table: TokenTable | None) -> RequestOutput:
-    from logprobe.records.replies import read_reply
+    from logprobe.records.replies import read_stream
 
-    rows = read_reply(data)
+    rows = read_stream(data)
     reply = msgspec.convert(rows.reply, _Completion)
     _check_choices(reply.choices, params)
     records = {name: record.with_table(table) for name, record in rows.records.items()}
     first, outputs = reply.choices[0], []
     for choice in reply.choices:
-        record = records.get(f"{choice.index}") if params.logprobs is not None else None
-        if params.logprobs is not None and record is None:
-            record = FlatLogprobs(table=table, info=first.logprobs_info)  # no token was generated
-        if record is not None and record.chosen_entries().token_ids.tolist() != choice.token_ids:
-            raise InputError("the rows are not those of the reply's tokens")
-        output = _output(choice, params, record)
-        output.processed_logprobs = records.get(f"{choice.index}/processed")
+        name, ids = f"{choice.index}", choice.token_ids
+        if params.logprobs is None:
+            outputs.append(_output(choice, params, None))
+            continue
+        if not ids:  # no token was generated
+            records[name] = FlatLogprobs(table=table, info=first.logprobs_info)
+        else:
+            _check_ids(rows, name, ids)
+        output = _output(choice, params, records[name])
+        if params.logprobs_mode == "both" and ids:
+            _check_ids(rows, f"{name}/processed", ids)
+            output.processed_logprobs = records[f"{name}/processed"]
         outputs.append(output)
+    if params.prompt_logprobs is not None:
+        _check_ids(rows, "0/prompt", first.prompt_token_ids)
     return RequestOutput(
         request_id=reply.id,
         prompt_token_ids=first.prompt_token_ids,
@@ -177,6 +193,11 @@ def _from_arrow(data: bytes, params: SamplingParams, table: TokenTable | None) -
         info=first.logprobs_info,
         params=params,
     )
+
+
+def _check_ids(rows: ReplyRows, name: str, ids: Sequence[int]) -> None:
+    if name not in rows.records or rows.token_ids[name].tolist() != ids:
+        raise InputError(f"the rows of {name!r} are missing, or are not those of the reply's tokens")
 
 
 def _check_choices(choices: Sequence[_Choice], params: SamplingParams) -> None:
@@ -212,15 +233,15 @@ def _fields_of(params: SamplingParams, *, is_binary: bool) -> dict[str, Any]:
     """Return the parameters that are set, which a request's body has under the same names.
 
     Raises:
-        ParameterError: the server's reply in JSON, if not `is_binary`, or any reply, has no such report.
+        ParameterError: a report is not supported, or needs an Arrow reply and `is_binary` is False.
     """
     values = {field.name: getattr(params, field.name) for field in fields(params)}
     asked = {name: value for name, value in values.items() if value != getattr(DEFAULTS, name)}
     for name in REPORTING_FIELDS:
         if name in asked and name in ("explain", "kept_ids"):
             raise ParameterError(name, "is not supported by RemoteLLM.generate; use LLM.generate")
-        if name in asked and name in ("return_hidden_states", "return_routed_experts"):
-            raise ParameterError(name, "is not supported by RemoteLLM.generate; use POST /v1/completions")
+        if name in asked and name in ROUTES:
+            raise ParameterError(name, f"is not supported by RemoteLLM.generate; use {ROUTES[name]}")
         if name in asked and name not in {*COUNTS, "digest"} and not is_binary:
             raise ParameterError(name, "needs pyarrow here and on the server; pip install 'logprobe[arrow]'")
     if isinstance(params.logprob_token_ids, IdLists):

@@ -96,8 +96,9 @@ class RemoteLLM(NextTokenLM[Row]):
         Each prompt is one request to `/v1/completions`. Records have the server's exact values.
 
         Raises:
-            ParameterError: a prompt or parameter is invalid, or a parameter that reports more than `logprobs`
-                and `prompt_logprobs` is set.
+            ParameterError: a prompt or parameter is invalid, or a report is set that replies do not have:
+                `explain`, `kept_ids`, `return_hidden_states`, `return_routed_experts`. Reports other than
+                log-probabilities of the most likely tokens and `digest` need pyarrow on both sides.
             ServerError: the server cannot be reached, or failed. Any error aborts the other requests.
         """
         self._check_open()

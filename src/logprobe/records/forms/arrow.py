@@ -61,7 +61,7 @@ _LISTS = [
 ]
 
 
-def _fields() -> list[pa.Field]:
+def all_fields() -> list[pa.Field]:
     """Return the fields of all columns in file order; the columns named in `EXTRAS` may be null."""
     extras = [pa.field(name, pa.from_numpy_dtype(dtype)) for name, dtype in EXTRAS.items()]
     return [*_CHOSEN, *extras, *_ENTRIES, *_LISTS]
@@ -75,7 +75,7 @@ def required_fields() -> list[pa.Field]:
 def schema(info: LogprobsInfo | None = None) -> pa.Schema:
     """Return the Arrow schema of records; its metadata has the format and, if given, the `info`."""
     about = {} if info is None else {INFO_KEY: info.to_json().encode()}
-    return pa.schema(_fields(), parquet_metadata("records") | about)
+    return pa.schema(all_fields(), parquet_metadata("records") | about)
 
 
 def batch_of(
@@ -127,7 +127,7 @@ def rows_of(batch: pa.RecordBatch | pa.Table) -> Rows:
     """
     check_parquet(batch.schema.metadata, "the record")
     check_names(batch.schema, required_fields())
-    fields = [field for field in _fields() if field.name in batch.schema.names]
+    fields = [field for field in all_fields() if field.name in batch.schema.names]
     with as_input_error("the record"):
         columns = {field.name: valid_column(batch.column(field.name), field) for field in fields}
         found = set(columns["request_id"].unique().to_pylist())

@@ -27,6 +27,8 @@ T = TypeVar("T")
 JSON_TYPE: Final = "application/json"
 ARROW_TYPE: Final = "application/vnd.apache.arrow.stream"
 PARQUET_TYPE: Final = "application/vnd.apache.parquet"
+# Ranges with the types of a reply that is not binary
+ORDINARY: Final = {JSON_TYPE, "text/event-stream", "application/*", "text/*", "*/*"}
 CHECK_EVERY_S = 0.5
 EVENT_HEADERS: Final = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -45,7 +47,7 @@ def media_type_of(request: HttpRequest, offered: Sequence[str] = (ARROW_TYPE, PA
     Raises:
         ApiError: 406 if the header allows only binary types, and pyarrow is not installed.
     """
-    accept = request.headers.get("accept", "")
+    accept = request.headers.get("accept", "").lower()
     if not any(name in accept for name in offered):
         return JSON_TYPE
     ranges = [_media_range(item) for item in accept.split(",")]
@@ -54,7 +56,7 @@ def media_type_of(request: HttpRequest, offered: Sequence[str] = (ARROW_TYPE, PA
     for name, weight in ranges:
         if weight > 0 and name in offered and is_installed:
             return name
-        if weight > 0 and name in {JSON_TYPE, "application/*", "*/*"}:
+        if weight > 0 and name in ORDINARY:
             return JSON_TYPE
     if is_installed:
         return JSON_TYPE
@@ -130,7 +132,7 @@ class StreamedReply(Response):
         except ApiError as error:
             if self._failed is None and not self._has_sent_parts:
                 raise
-            # If only the end waits for a slow client, the body is complete, and must not end twice.
+            # If all parts were sent, only the end of the body is missing: it is sent without the error.
             last = b"" if self._failed is None or self._has_sent_parts else self._failed(error)
             await send({"type": "http.response.body", "body": last, "more_body": False})
 

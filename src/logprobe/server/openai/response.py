@@ -14,7 +14,7 @@ from logprobe.server.reply_channels import ReplyChannels, ReplySegment, Splitter
 from logprobe.server.rows import (
     call_fields,
     chat_rows,
-    num_field_tokens,
+    num_ending_entries,
     num_top,
     reply_extensions,
     segment_fields,
@@ -120,7 +120,9 @@ class ResponseShape:
 
     def num_entries(self, pieces: Sequence[CompletionPiece]) -> int:
         """Return the cost of writing held-back text and the ends of items, in entries."""
-        return sum(map(self._splitter.num_entries, pieces)) + num_field_tokens(self._body, pieces)
+        return sum(map(self._splitter.num_entries, pieces)) + num_ending_entries(
+            self._body, self._generation, pieces
+        )
 
     def closing(self) -> Iterator[dict[str, Any]]:
         """Yield the events that end the item in progress, then the event with the whole response."""

@@ -17,7 +17,7 @@ from logprobe.server.rows import (
     chat_logprobs,
     choice_extensions,
     ending_extensions,
-    num_field_tokens,
+    num_ending_entries,
     prompt_extensions,
     reply_extensions,
     route_extensions,
@@ -103,6 +103,7 @@ def admit_reply(
             [(ids, params)],
             field_logprobs=body.field_logprobs,
             shows_special=getattr(body, "skip_special_tokens", None) is False,
+            hides_reasoning=getattr(body, "include_reasoning", None) is False,
         )
     is_formed = calls is None and params.response_format is not None
     return generation, Splitter(service, prompt, tools.functions, is_formed=is_formed)
@@ -153,7 +154,9 @@ class ChatShape(ChoicesShape[ChatBody]):
 
     def num_entries(self, pieces: Sequence[CompletionPiece]) -> int:
         """Return the cost of writing held-back text and the ends of choices, in entries."""
-        return sum(map(self._splitter.num_entries, pieces)) + num_field_tokens(self._body, pieces)
+        return sum(map(self._splitter.num_entries, pieces)) + num_ending_entries(
+            self._body, self._generation, pieces
+        )
 
     def _choice(self, piece: CompletionPiece) -> dict[str, Any]:
         channels = ReplyChannels.of(self._reported(self._splitter.take(piece)))

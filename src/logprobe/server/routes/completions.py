@@ -16,7 +16,7 @@ from logprobe.server.rows import (
     completion_rows,
     ending_extensions,
     legacy_logprobs,
-    num_field_tokens,
+    num_ending_entries,
     prompt_extensions,
     reply_extensions,
     route_extensions,
@@ -117,7 +117,7 @@ class CompletionShape(ChoicesShape[CompletionBody]):
 
     def num_entries(self, pieces: Sequence[CompletionPiece]) -> int:
         """Return the cost of writing finished choices without their rows, in entries."""
-        return num_field_tokens(self._body, pieces)
+        return num_ending_entries(self._body, self._generation, pieces)
 
     def _choice(self, piece: CompletionPiece) -> dict[str, Any]:
         return {
