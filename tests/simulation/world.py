@@ -605,15 +605,16 @@ class World:
                         await asyncio.sleep(ask.delay_s)
         finally:
             record.has_ended = True
+        has_left = num_read == ask.leave_after
         try:
-            self._check_output(record, output)
+            self._check_output(record, output, has_left=has_left)
         except AssertionError as error:
             self.clock.fail(error)
 
-    def _check_output(self, record: Record, output: Any) -> None:
+    def _check_output(self, record: Record, output: Any, *, has_left: bool) -> None:
         """Check a result against the one of the request alone, and an error against those that may be."""
         name = record.request.request_id
-        assert output.is_finished or record.ask.leave_after or record.ask.delay_s, f"{name} has no end"
+        assert output.is_finished or has_left, f"{name} has no end"
         assert output.weights_number >= record.least_weights, f"{name} has rows of old weights"
         expected = self.oracle.expected(
             record.request, self.weights[output.weights_number], self.loras.get(record.lora_number)
