@@ -313,6 +313,7 @@ class World:
         self.engines: dict[str, WatchedEngine] = {}  # by replica
         self.had_faults = False
         self.allowed: set[type[Exception]] = set()
+        self._aborted: set[str] = set()  # by the plan
         self._calls: dict[str, Call] = {}
         self._operations: list[SimThread] = []
         self.is_changed = any(isinstance(event, Swap | Lora | Close) for event in plan.events)
@@ -455,6 +456,8 @@ class World:
                 self.front.forget_prefixes()
             case Control(do=do, name=name):
                 self.sometimes["caller paused"] += do == "pause" and name in self._calls
+                if do == "abort":
+                    self._aborted.add(f"{name}.0")
                 getattr(self.front, do)(f"{name}.0")
             case Fault():
                 self._harm(event)
@@ -615,6 +618,8 @@ class World:
         """Check a result against the one of the request alone, and an error against those that may be."""
         name = record.request.request_id
         assert output.is_finished or has_left, f"{name} has no end"
+        is_aborted = any(one.finish_reason == "abort" for one in output.outputs)
+        assert not is_aborted or name in self._aborted, f"{name} was aborted by nobody"
         assert output.weights_number >= record.least_weights, f"{name} has rows of old weights"
         expected = self.oracle.expected(
             record.request, self.weights[output.weights_number], self.loras.get(record.lora_number)
