@@ -17,8 +17,13 @@ NUM_SEEDS = 2  # orders of threads that are tried for each smaller plan
 
 
 def shrink(plan: Plan, is_over: Callable[[], bool]) -> Plan:
-    """Return the smallest plan that fails and is found before `is_over`, which is called for each plan."""
+    """Return the smallest plan that fails and is found before `is_over`, which is called for each plan.
+
+    Raises:
+        AssertionError: the plan passes, so that its failure cannot be repeated.
+    """
     reason = reason_of(plan)
+    assert reason, f"seed {plan.seed} does not fail again: the simulation is not deterministic"
     size = max(len(plan.events) // 2, 1)
     while not is_over():
         if smaller := _first_failing(_without(plan, size), reason, is_over):

@@ -60,6 +60,11 @@ def test_a_failing_plan_is_reduced_to_a_test_that_fails_for_the_same_reason() ->
     replay()
 
 
+def test_a_plan_that_passes_is_not_reduced() -> None:
+    with pytest.raises(AssertionError, match="does not fail again"):
+        shrink(draw_plan(1), lambda: False)
+
+
 def _fails(plan: Plan) -> bool:
     try:
         simulate(plan)
