@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from typing import TYPE_CHECKING, Any
 
@@ -183,11 +184,15 @@ def test_a_draft_model_with_other_tokens_is_refused(
     tiny_model_folder: Path, tiny_window_folder: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(tiny_model_folder, tmp_path / "other")
-    tokenizer = tmp_path / "other" / "tokenizer.json"
-    tokenizer.write_text(tokenizer.read_text().replace('"cat"', '"cot"').replace('"ca t"', '"ca t"'))
-    with pytest.raises(ParameterError, match="tokenizer") as caught:
-        LLM(str(tiny_window_folder), speculate=f"model:{tiny_model_folder}", **SMALL)
-    assert caught.value.parameter == "speculate"
+    file = tmp_path / "other" / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["cat"], vocabulary["dog"] = vocabulary["dog"], vocabulary["cat"]
+    file.write_text(json.dumps(tokenizer))
+    for draft in (tiny_window_folder, tmp_path / "other"):
+        with pytest.raises(ParameterError, match="tokenizer") as caught:
+            LLM(str(tiny_model_folder), speculate=f"model:{draft}", **SMALL)
+        assert caught.value.parameter == "speculate"
 
 
 def test_a_draft_must_be_the_likelier_the_more_it_costs(tiny_model_folder: Path, tiny_llm: LLM) -> None:
