@@ -14,6 +14,7 @@ from logprobe import runtime
 from logprobe.engine.plan.scheduler import Scheduler
 from simulation import plan as plan_module
 from simulation import world as world_module
+from simulation.mutations import MUTATIONS, ROOT, Mutation
 from simulation.plan import Plan, draw_plan
 from simulation.shrink import shrink
 from simulation.world import simulate
@@ -63,6 +64,11 @@ def test_a_failing_plan_is_reduced_to_a_test_that_fails_for_the_same_reason() ->
 def test_a_plan_that_passes_is_not_reduced() -> None:
     with pytest.raises(AssertionError, match="does not fail again"):
         shrink(draw_plan(1), lambda: False)
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_a_mutation_changes_one_place(mutation: Mutation) -> None:
+    assert (ROOT / "src/logprobe" / mutation.file).read_text().count(mutation.old) == 1
 
 
 def _fails(plan: Plan) -> bool:
