@@ -248,8 +248,9 @@ def test_the_command_verifies_files(
     assert run(("verify", str(path), "--json", *model)) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["num_identical"] for row in rows] == [12] * 4
-    replies[0]["choices"][1]["digests"][0] = "00" * 16
-    path.write_text(json.dumps(replies[0]))
+    changed = json.loads(json.dumps(replies[0]))
+    changed["choices"][1]["digests"][0] = "00" * 16
+    path.write_text(json.dumps(changed))
     assert run(("verify", str(path), *model)) == 1
     assert "NO MATCH" in capsys.readouterr().out
     path.write_text("{")
