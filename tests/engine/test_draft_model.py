@@ -60,7 +60,7 @@ def test_a_request_alone_ends_the_same(params: dict[str, Any], loop: Any, noise:
         driven.submit("r", [5, 97, 98, 101], **params)
     assert told(got.finish()["r"]) == told(want.finish()["r"])
     stats = got.engine.stats()
-    assert stats.drafted_by_position[:1] == [] or stats.drafted_tokens == sum(stats.drafted_by_position)
+    assert stats.drafted_tokens == sum(stats.drafted_by_position)
     assert stats.accepted_tokens == sum(stats.accepted_by_position)
     if noise == 0 and "logit_bias" not in params and "stop" not in params:
         assert got.num_steps < 0.9 * want.num_steps
@@ -174,10 +174,11 @@ def test_a_second_model_drafts_for_the_tiny_llama(
         stats, facts = llm.engine.stats(), llm.engine.capabilities()
     want = tiny_llm.generate([TEXT, "a dog"], params)
     assert [told(output) for output in got] == [told(output) for output in want]
-    assert stats.accepted_tokens > 20 or "process" in more
+    if "process" not in more:  # the patch does not reach a child process
+        assert stats.accepted_tokens > 20
     assert sum(stats.accepted_by_position) == stats.accepted_tokens
     assert facts.speculate
-    assert facts.draft_model == tiny_model_folder.name or str(tiny_model_folder) in str(facts.draft_model)
+    assert facts.draft_model == str(tiny_model_folder)
 
 
 def test_a_draft_model_with_other_tokens_is_refused(
