@@ -13,7 +13,6 @@ import tempfile
 from collections import Counter
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -343,6 +342,8 @@ class World:
         gc.disable()  # finalizers would run at other points in each run
         try:
             with ExitStack() as stack:
+                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="simulated-"))
+                self._folder = Path(folder)
                 for target in (thread_module, process_module):
                     stack.enter_context(mock.patch.object(target, "atexit"))
                 stack.enter_context(mock.patch.object(engine_module, "give_back_later_memory"))
@@ -499,7 +500,7 @@ class World:
                     front.remove_lora(event.name)
                 case Lora():
                     self.sometimes["LoRA replaced while used"] += bool(front._held)
-                    front.add_lora(event.name, lora_folder(event.own))
+                    front.add_lora(event.name, lora_folder(self._folder, event.own))
                 case Swap():
                     if not event.finishes:
                         self.allowed.add(errors.WeightsReplacedError)
@@ -723,11 +724,10 @@ class World:
         return [f"{what}: {value}" for what, value in left.items() if value]
 
 
-@cache
-def lora_folder(own: int | None) -> str:
-    """Return a folder that stands for LoRA weights; those of number 9 cannot be loaded."""
-    folder = Path(tempfile.mkdtemp(prefix="simulated-")) / f"lora-{own}"
-    folder.mkdir()
+def lora_folder(parent: Path, own: int | None) -> str:
+    """Make a folder that stands for LoRA weights; those of number 9 cannot be loaded."""
+    folder = parent / f"lora-{own}"
+    folder.mkdir(exist_ok=True)
     (folder / "adapter_config.json").write_text("broken" if own == 9 else str(own))
     (folder / "adapter_model.safetensors").write_bytes(b"")
     return str(folder)
