@@ -679,7 +679,6 @@ class World:
     def _check_rest(self) -> None:
         """Check that nothing is left of the requests."""
         front, until_s = self.front, self.clock.now + 60
-        self.sometimes["replica restarted"] += front.stats().restarts
         if self._served is not None:
             future = asyncio.run_coroutine_threadsafe(self._served.check_rest(), self._loops[0])
             while not future.done():
