@@ -123,7 +123,7 @@ def test_neighbours_without_digests_have_none(tiny_llm: LLM) -> None:
 
 
 def test_a_change_of_anything_is_noticed(tiny_llm: LLM, replies: list[dict[str, Any]]) -> None:
-    def changed(change: Any) -> bool:
+    def matches(change: Any) -> bool:
         reply = json.loads(json.dumps(replies[0]))
         change(reply)
         return verify(tiny_llm, reply)[0].is_match
@@ -143,9 +143,9 @@ def test_a_change_of_anything_is_noticed(tiny_llm: LLM, replies: list[dict[str, 
     def order(reply: Any) -> None:
         reply["choices"][0]["digests"].reverse()
 
-    assert changed(lambda _: None)
+    assert matches(lambda _: None)
     for change in (token, digest, prompt, version, order):
-        assert not changed(change), change.__name__
+        assert not matches(change), change.__name__
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +174,7 @@ def rounded_folder(source: Path, folder: Path, levels: int) -> Path:
 def test_no_false_alarm_for_another_arithmetic_and_no_miss_for_other_weights(
     tiny_llm: LLM, other_arithmetic: LLM, tiny_model_folder: Path, tmp_path: Path
 ) -> None:
-    """Brute force over many replies: transformers' float32 modules match, 4-bit and 8-bit weights do not."""
+    """Brute force over many replies: transformers' float32 modules match, 4-bit weights do not."""
     prompts = [[5 + number % 80, 6 + number * 7 % 80] for number in range(100)]
 
     def differences(llm: LLM) -> list[float]:

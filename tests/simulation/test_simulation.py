@@ -20,7 +20,7 @@ from simulation.shrink import shrink
 from simulation.world import simulate
 
 TESTS = Path(__file__).parents[1]
-DIGEST = "from simulation.world import simulate\nfrom simulation.plan import draw_plan\nimport sys\n"
+IMPORTS = "from simulation.world import simulate\nfrom simulation.plan import draw_plan\nimport sys\n"
 
 
 @pytest.mark.parametrize("seed", range(1, 41))
@@ -37,7 +37,7 @@ def test_the_same_seed_gives_the_same_trace_in_any_process() -> None:
     seeds = [3, 8, 21, 30]
     traces = [simulate(draw_plan(seed)).digest for seed in seeds]
     assert [simulate(draw_plan(seed)).digest for seed in seeds] == traces
-    code = DIGEST + f"print(*[simulate(draw_plan(seed)).digest for seed in {seeds}])"
+    code = IMPORTS + f"print(*[simulate(draw_plan(seed)).digest for seed in {seeds}])"
     env = os.environ | {"PYTHONHASHSEED": "7", "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
     shown = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert list(map(int, shown.stdout.split())) == traces
