@@ -289,14 +289,18 @@ def save_tiny_gemma2(folder: Path) -> Path:
 @pytest.fixture(scope="session")
 def mixture_folder(tiny_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Qwen3-MoE of 2 layers with 6 experts, 2 of them per token, and the tokenizer of the tiny Llama."""
-    folder = tmp_path_factory.mktemp("tiny-mixture")
+    return save_tiny_mixture(tmp_path_factory.mktemp("tiny-mixture"), tiny_model_folder)
+
+
+def save_tiny_mixture(folder: Path, tokenizer_folder: Path) -> Path:
+    """Write the model of `mixture_folder`."""
     if copy_made("mixture", folder):
         return folder
     import torch
     from transformers import AutoConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     config = Qwen3MoeConfig(
-        vocab_size=AutoConfig.from_pretrained(tiny_model_folder).vocab_size,
+        vocab_size=AutoConfig.from_pretrained(tokenizer_folder).vocab_size,
         num_hidden_layers=2,
         head_dim=16,
         moe_intermediate_size=32,
@@ -312,7 +316,7 @@ def mixture_folder(tiny_model_folder: Path, tmp_path_factory: pytest.TempPathFac
             torch.nn.init.normal_(weight, std=0.2)
     model.save_pretrained(folder)
     for name in ("tokenizer*", "chat_template*"):
-        for file in tiny_model_folder.glob(name):
+        for file in tokenizer_folder.glob(name):
             shutil.copy(file, folder)
     return folder
 

@@ -122,6 +122,8 @@ def told(output: RequestOutput) -> list[Any]:
     """Return everything in an output, bit for bit."""
     return [
         _rows(output.prompt_logprobs),
+        _bits(output.prompt_hidden_states),
+        _bits(output.prompt_routed_experts),
         *(
             (
                 one.index,
@@ -134,7 +136,9 @@ def told(output: RequestOutput) -> list[Any]:
                 one.num_text_bytes,
                 one.explanations,
                 one.digests,
-                None if one.row is None else one.row.tolist(),
+                _bits(one.row),
+                _bits(one.hidden_states),
+                _bits(one.routed_experts),
                 repr(one.error),
             )
             for one in output.outputs
@@ -144,6 +148,10 @@ def told(output: RequestOutput) -> list[Any]:
 
 def _rows(record: Any) -> Any:
     return None if record is None else record.to_bytes()
+
+
+def _bits(array: Any) -> Any:
+    return None if array is None else (array.dtype, array.shape, array.tobytes())
 
 
 @cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
 
 LABELS = ("yes", "no", "maybe")
 TRUE_TEMPERATURE = 3.0
+needs_sklearn = pytest.mark.skipif(find_spec("sklearn") is None, reason="scikit-learn is not installed")
+each_method = pytest.mark.parametrize(
+    "method", ["temperature", pytest.param("isotonic", marks=needs_sklearn)]
+)
 
 
 def answers(count: int, num_labels: int = 3, seed: int = 0) -> tuple[list[Classification], list[str]]:
@@ -88,9 +93,8 @@ def test_isotonic_curves_are_those_of_pooled_neighbours() -> None:
     assert all(abs(fit.apply(output).shares.sum() - 1) < 1e-9 for output in outputs)
 
 
-@pytest.mark.parametrize("method", ["temperature", "isotonic"])
+@each_method
 def test_a_fit_lowers_error_and_brier_score_on_further_answers(method: Any) -> None:
-    pytest.importorskip("sklearn")
     outputs, truth = answers(3000)
     fit = calibrate(outputs, truth, method=method)
     further, their_truth = answers(3000, seed=1)
@@ -131,17 +135,16 @@ def test_confidences_of_any_answers_are_fitted() -> None:
     assert fit.report.error_after < 0.06 < fit.report.error_before
 
 
-def test_a_saved_fit_gives_the_same_numbers(tmp_path: Path) -> None:
-    pytest.importorskip("sklearn")
+@each_method
+def test_a_saved_fit_gives_the_same_numbers(tmp_path: Path, method: Any) -> None:
     outputs, truth = answers(100)
-    for method in ("temperature", "isotonic"):
-        fit = calibrate(outputs, truth, method=method)  # type: ignore[arg-type]
-        fit.save(tmp_path / "fit.json")
-        same = FittedConfidence.load(tmp_path / "fit.json")
-        assert same == fit
-        assert [same.apply(one).shares.tolist() for one in outputs] == [
-            fit.apply(one).shares.tolist() for one in outputs
-        ]
+    fit = calibrate(outputs, truth, method=method)
+    fit.save(tmp_path / "fit.json")
+    same = FittedConfidence.load(tmp_path / "fit.json")
+    assert same == fit
+    assert [same.apply(one).shares.tolist() for one in outputs] == [
+        fit.apply(one).shares.tolist() for one in outputs
+    ]
 
 
 def stored(**changes: Any) -> dict[str, Any]:
@@ -203,12 +206,11 @@ def test_other_labels_are_refused() -> None:
         own.apply(outputs[0])
 
 
-def test_a_label_that_is_never_true_is_fitted() -> None:
-    pytest.importorskip("sklearn")
+@each_method
+def test_a_label_that_is_never_true_is_fitted(method: Any) -> None:
     outputs, truth = answers(200)
     truth = ["yes" if label == "maybe" else label for label in truth]
-    for method in ("temperature", "isotonic"):
-        assert calibrate(outputs, truth, method=method).apply(outputs[0]).shares.sum() == pytest.approx(1)  # type: ignore[arg-type]
+    assert calibrate(outputs, truth, method=method).apply(outputs[0]).shares.sum() == pytest.approx(1)
 
 
 def test_impossible_labels_are_fitted() -> None:

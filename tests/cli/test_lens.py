@@ -47,6 +47,7 @@ def test_json_has_all_numbers(lens: Any, tiny_llm: LLM) -> None:
 
 
 def test_a_plot_is_saved(lens: Any, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
     done = lens("--plot", str(tmp_path / "lens.svg"))
     assert (done.code, done.out) == (0, "")
     assert "<svg" in (tmp_path / "lens.svg").read_text()

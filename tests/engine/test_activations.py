@@ -223,7 +223,13 @@ def test_states_come_back_from_their_files(tiny_llm: LLM, tmp_path: Path) -> Non
     np.testing.assert_array_equal(tensors["0.prompt.hidden_states"], outputs[0].prompt_hidden_states)
     np.testing.assert_array_equal(tensors["1.1.hidden_states"], outputs[1].outputs[1].hidden_states)
     assert len(tensors) == 6
+    with pytest.raises(ParameterError, match="must end with"):
+        save_activations(tmp_path / "a.txt", outputs)
+
+
+def test_states_come_back_from_parquet(tiny_llm: LLM, tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
+    outputs = tiny_llm.generate([TEXT, "the dog"], replace(ALL, n=2, temperature=1.0, seed=1))
     save_activations(tmp_path / "a.parquet", outputs)
     table = parquet.read_table(tmp_path / "a.parquet")
     assert table.equals(activations_to_arrow(outputs))
@@ -232,7 +238,5 @@ def test_states_come_back_from_their_files(tiny_llm: LLM, tmp_path: Path) -> Non
     np.testing.assert_array_equal(states[start : start + 5], outputs[0].outputs[0].hidden_states)
     assert table["token_id"].to_pylist()[start : start + 5] == outputs[0].outputs[0].token_ids
     assert table["completion"].to_pylist()[start - 1 : start + 1] == [None, 0]
-    with pytest.raises(ParameterError, match="must end with"):
-        save_activations(tmp_path / "a.txt", outputs)
     with pytest.raises(ParameterError, match="no activations"):
         save_activations(tmp_path / "b.parquet", tiny_llm.generate(TEXT))

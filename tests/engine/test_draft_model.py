@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +60,7 @@ def test_a_request_alone_ends_the_same(params: dict[str, Any], loop: Any, noise:
         driven.submit("r", [5, 97, 98, 101], **params)
     assert told(got.finish()["r"]) == told(want.finish()["r"])
     stats = got.engine.stats()
-    assert stats.drafted_by_position[:1] == [] or stats.drafted_tokens == sum(stats.drafted_by_position)
+    assert stats.drafted_tokens == sum(stats.drafted_by_position)
     assert stats.accepted_tokens == sum(stats.accepted_by_position)
     if noise == 0 and "logit_bias" not in params and "stop" not in params:
         assert got.num_steps < 0.9 * want.num_steps
@@ -173,21 +174,26 @@ def test_a_second_model_drafts_for_the_tiny_llama(
         stats, facts = llm.engine.stats(), llm.engine.capabilities()
     want = tiny_llm.generate([TEXT, "a dog"], params)
     assert [told(output) for output in got] == [told(output) for output in want]
-    assert stats.accepted_tokens > 20 or "process" in more
+    if "process" not in more:  # the patch does not reach a child process
+        assert stats.accepted_tokens > 20
     assert sum(stats.accepted_by_position) == stats.accepted_tokens
     assert facts.speculate
-    assert facts.draft_model == tiny_model_folder.name or str(tiny_model_folder) in str(facts.draft_model)
+    assert facts.draft_model == str(tiny_model_folder)
 
 
 def test_a_draft_model_with_other_tokens_is_refused(
     tiny_model_folder: Path, tiny_window_folder: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(tiny_model_folder, tmp_path / "other")
-    tokenizer = tmp_path / "other" / "tokenizer.json"
-    tokenizer.write_text(tokenizer.read_text().replace('"cat"', '"cot"').replace('"ca t"', '"ca t"'))
-    with pytest.raises(ParameterError, match="tokenizer") as caught:
-        LLM(str(tiny_window_folder), speculate=f"model:{tiny_model_folder}", **SMALL)
-    assert caught.value.parameter == "speculate"
+    file = tmp_path / "other" / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["cat"], vocabulary["dog"] = vocabulary["dog"], vocabulary["cat"]
+    file.write_text(json.dumps(tokenizer))
+    for draft in (tiny_window_folder, tmp_path / "other"):
+        with pytest.raises(ParameterError, match="tokenizer") as caught:
+            LLM(str(tiny_model_folder), speculate=f"model:{draft}", **SMALL)
+        assert caught.value.parameter == "speculate"
 
 
 def test_a_draft_must_be_the_likelier_the_more_it_costs(tiny_model_folder: Path, tiny_llm: LLM) -> None:

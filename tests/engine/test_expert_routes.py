@@ -109,6 +109,11 @@ def test_routes_come_back_from_their_files(mixture: LLM, tmp_path: Path) -> None
     tensors = load_file(tmp_path / "a.safetensors")
     np.testing.assert_array_equal(tensors["0.0.routed_experts"], output.outputs[0].routed_experts)
     assert tensors["0.prompt.routed_experts"].dtype == np.uint8
+
+
+def test_routes_are_in_an_arrow_table(mixture: LLM) -> None:
+    pytest.importorskip("pyarrow")
+    [output] = mixture.generate(TEXT, replace(PARAMS, return_hidden_states=[1, -1]))
     table = activations_to_arrow(output)
     routes = table["routed_experts"].combine_chunks().flatten().flatten().to_numpy().reshape(-1, 2, 2)
     np.testing.assert_array_equal(routes[: len(output.prompt_token_ids)], output.prompt_routed_experts)
@@ -144,17 +149,6 @@ def test_routes_go_over_http_and_back(mixture: LLM, new_serving: Any, path: str,
             [want] = mixture.generate(TEXT, replace(PARAMS, max_tokens=5, seed=1))
             np.testing.assert_array_equal(array, want.replayed_experts())
         assert ask(routed_experts=routes)["routed_experts"] == routes
-        if path == "/v1/completions":
-            arrow = pytest.importorskip("pyarrow.ipc")
-            reply = httpx.post(
-                url + path,
-                json=body | {"stream": is_stream},
-                headers={"Accept": "application/vnd.apache.arrow.stream"},
-                timeout=60,
-            )
-            metadata = list(_metadata_of(arrow, reply.content))
-            [whole] = [json.loads(one[b"logprobe.reply"]) for one in metadata if b"logprobe.reply" in one]
-            assert whole["choices"][0]["routed_experts"] == routes
         bad = routes | {"shape": [1, 2, 3]}
         reply = httpx.post(url + path, json=body | {"routed_experts": bad}, timeout=60)
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, "routed_experts.data")
@@ -166,6 +160,27 @@ def test_routes_go_over_http_and_back(mixture: LLM, new_serving: Any, path: str,
             reply = httpx.post(other + path, json=body | wide, timeout=60)
             assert reply.status_code == 400
             assert "max_logprob_bytes" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_routes_are_in_the_metadata_of_arrow_replies(mixture: LLM, new_serving: Any, is_stream: bool) -> None:
+    arrow = pytest.importorskip("pyarrow.ipc")
+    import httpx
+
+    from logprobe.server import ServerSettings
+
+    body = {"prompt": TEXT, "max_tokens": 5, "seed": 1, "ignore_eos": True, "return_routed_experts": True}
+    with new_serving(mixture, ServerSettings()) as (url, _):
+        plain = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+        reply = httpx.post(
+            f"{url}/v1/completions",
+            json=body | {"stream": is_stream},
+            headers={"Accept": "application/vnd.apache.arrow.stream"},
+            timeout=60,
+        )
+    metadata = list(_metadata_of(arrow, reply.content))
+    [whole] = [json.loads(batch[b"logprobe.reply"]) for batch in metadata if b"logprobe.reply" in batch]
+    assert whole["choices"][0]["routed_experts"] == plain.json()["choices"][0]["routed_experts"]
 
 
 def _metadata_of(arrow: Any, data: bytes) -> Iterator[dict[bytes, bytes]]:

@@ -13,10 +13,14 @@ import time
 import traceback
 from collections import Counter
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from simulation.plan import draw_plan
 from simulation.shrink import shrink
 from simulation.world import SOMETIMES, simulate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 PAGE = Path(__file__).parents[2] / "docs/dev/testing.md"
 SHRINK_S = 120.0
@@ -46,7 +50,7 @@ def main() -> int:
                 flush=True,
             )
             if not options.no_shrink:
-                print(shrink(plan, time.monotonic() + SHRINK_S).code())
+                print(shrink(plan, timer(SHRINK_S)).code())
             return 1
         num_seeds += 1
         num_steps += outcome.num_steps
@@ -69,6 +73,12 @@ def main() -> int:
         print(f"never happened: {', '.join(never)}")
         return 2
     return 0
+
+
+def timer(seconds: float) -> Callable[[], bool]:
+    """Return a function that returns True once the time is over."""
+    until_s = time.monotonic() + seconds
+    return lambda: time.monotonic() > until_s
 
 
 def short(error: BaseException) -> str:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 VOCAB_SIZE, EOS = 258, 257
 LETTERS = np.arange(97, 105)  # the tokens that have a chance
 CONTEXT_LEN = 40
-NUM_POISONED = 31  # one in so many rows of poisoned weights is NaN
+POISON_PERIOD = 31  # one in so many rows of poisoned weights is NaN
 ODD, SHIFT = np.uint64(0x9E3779B97F4A7C15), np.uint64(29)
 
 
@@ -143,11 +143,11 @@ class HashedForward:
         logits[:, few] += 10 + 3 * habits[:, few]
         logits[:, EOS] += 8.5
         if self.weights < 0:
-            logits[states % np.uint64(NUM_POISONED) == 0] = np.nan
+            logits[states % np.uint64(POISON_PERIOD) == 0] = np.nan
         return logits
 
     def load_lora(self, name: str, path: str, number: int) -> LoraWeights:
-        """Read which LoRA weights these are from the folder's name; `broken-0` fails."""
+        """Read which LoRA weights these are from `adapter_config.json`; "broken" fails."""
         self.before_run("load")
         with open(f"{path}/adapter_config.json") as file:  # noqa: PTH123 - short
             own = file.read()

@@ -143,9 +143,9 @@ def _code(value: Any) -> str:
     return f"{type(value).__name__}({', '.join(shown)})"
 
 
-def draw_plan(seed: int, **fixed: Any) -> Plan:
-    """Draw a plan from a seed; `fixed` are settings that are not drawn."""
-    return _Drawer(seed).plan(fixed)
+def draw_plan(seed: int) -> Plan:
+    """Draw a plan from a seed."""
+    return _Drawer(seed).plan()
 
 
 class _Drawer:
@@ -157,7 +157,7 @@ class _Drawer:
         self._stems = [self._ids(rng.randint(2, 14)) for _ in range(3)]  # prompts share these beginnings
         self._names: list[str] = []
 
-    def plan(self, fixed: dict[str, Any]) -> Plan:
+    def plan(self) -> Plan:
         rng = self._rng
         has_twins = rng.random() < 0.2
         twins = {
@@ -165,7 +165,7 @@ class _Drawer:
             "num_slots": rng.choice([16, 24, 32]),
             "max_num_batched_tokens": rng.choice([3, 4, 6]),
         }
-        settings = self._settings((twins if has_twins else {}) | fixed)
+        settings = self._settings(twins if has_twins else {})
         events: list[Event] = []
         kinds = [
             kind for kind in ("lora", "swap", "control", "leave", "fault", "close") if rng.random() < 0.45

@@ -43,7 +43,7 @@ class Pipe:
         if self.cuts_next:
             self.cuts_next = False
             world.sometimes["message cut"] += 1
-            data = data[: world.rng.randrange(len(data))]
+            data = data[: int(world.rng.random() * len(data))]  # one draw, whatever the length
         arrives_s = world.clock.now + world.rng.choice([0, 0, 0.0005, 0.004, 0.05])
         last_s = self.messages[-1][0] if self.messages else 0.0
         self.messages.append((max(arrives_s, last_s), data))

@@ -56,7 +56,6 @@ class Served:
             world.require(
                 0 <= limits._in_use[name] <= most + most // 8, f"{limits._in_use[name]} {name} in use"
             )
-        world.require(limits._in_use["requests"] >= 0, "requests in use")
         if is_gone:
             self._num_gone += 1
             world.sometimes["client left"] += 1
@@ -142,5 +141,5 @@ class Served:
         for visit, reply in self._whole:
             status, data, _ = await self._exchange(visit, leaves=False)
             again = json.loads(data)
-            for key in ("choices", "rows"):
-                require(reply.get(key) == again.get(key), f"{visit.path}: another reply than alone, {status}")
+            is_same = reply["choices"] == again.get("choices")
+            require(is_same, f"{visit.path}: another reply than alone, {status}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -11,31 +10,36 @@ from simulation.plan import Ask, Plan, Settings
 from simulation.world import simulate
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 DRAWN_WITH = {"seed", "temperature"}  # without a seed, tokens depend on the number of the request
 NUM_SEEDS = 2  # orders of threads that are tried for each smaller plan
 
 
-def shrink(plan: Plan, until_s: float) -> Plan:
-    """Return the smallest plan that fails and is found before `until_s` of the monotonic clock."""
+def shrink(plan: Plan, is_over: Callable[[], bool]) -> Plan:
+    """Return the smallest plan that fails and is found before `is_over`, which is called for each plan.
+
+    Raises:
+        AssertionError: the plan passes, so that its failure cannot be repeated.
+    """
     reason = reason_of(plan)
+    assert reason, f"seed {plan.seed} does not fail again: the simulation is not deterministic"
     size = max(len(plan.events) // 2, 1)
-    while time.monotonic() < until_s:
-        if smaller := _first_failing(_without(plan, size), reason, until_s):
+    while not is_over():
+        if smaller := _first_failing(_without(plan, size), reason, is_over):
             plan = smaller
         elif size > 1:
             size //= 2
         else:
             break
-    while simpler := _first_failing(_simpler(plan), reason, until_s):
+    while simpler := _first_failing(_simpler(plan), reason, is_over):
         plan = simpler
     return plan
 
 
-def _first_failing(plans: Iterator[Plan], reason: str, until_s: float) -> Plan | None:
+def _first_failing(plans: Iterator[Plan], reason: str, is_over: Callable[[], bool]) -> Plan | None:
     for plan in plans:
-        if time.monotonic() > until_s:
+        if is_over():
             return None
         if failing := _failing(plan, reason):
             return failing

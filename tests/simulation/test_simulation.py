@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from unittest import mock
 
@@ -15,12 +14,13 @@ from logprobe import runtime
 from logprobe.engine.plan.scheduler import Scheduler
 from simulation import plan as plan_module
 from simulation import world as world_module
+from simulation.mutations import MUTATIONS, ROOT, Mutation
 from simulation.plan import Plan, draw_plan
 from simulation.shrink import shrink
 from simulation.world import simulate
 
 TESTS = Path(__file__).parents[1]
-DIGEST = "from simulation.world import simulate\nfrom simulation.plan import draw_plan\nimport sys\n"
+IMPORTS = "from simulation.world import simulate\nfrom simulation.plan import draw_plan\nimport sys\n"
 
 
 @pytest.mark.parametrize("seed", range(1, 41))
@@ -37,7 +37,7 @@ def test_the_same_seed_gives_the_same_trace_in_any_process() -> None:
     seeds = [3, 8, 21, 30]
     traces = [simulate(draw_plan(seed)).digest for seed in seeds]
     assert [simulate(draw_plan(seed)).digest for seed in seeds] == traces
-    code = DIGEST + f"print(*[simulate(draw_plan(seed)).digest for seed in {seeds}])"
+    code = IMPORTS + f"print(*[simulate(draw_plan(seed)).digest for seed in {seeds}])"
     env = os.environ | {"PYTHONHASHSEED": "7", "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
     shown = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert list(map(int, shown.stdout.split())) == traces
@@ -50,7 +50,8 @@ def test_a_failing_plan_is_reduced_to_a_test_that_fails_for_the_same_reason() ->
 
     with mock.patch.object(Scheduler, "_preempt", lose):
         plan = next(plan for plan in map(draw_plan, range(100)) if _fails(plan))
-        small = shrink(plan, time.monotonic() + 10)
+        budget = iter(range(100))
+        small = shrink(plan, lambda: next(budget, None) is None)
         assert len(small.events) < len(plan.events)
         names = vars(plan_module) | {"simulate": simulate}
         exec(small.code(), names)  # noqa: S102 - the code that would be pasted
@@ -58,6 +59,16 @@ def test_a_failing_plan_is_reduced_to_a_test_that_fails_for_the_same_reason() ->
         with pytest.raises(AssertionError):
             replay()
     replay()
+
+
+def test_a_plan_that_passes_is_not_reduced() -> None:
+    with pytest.raises(AssertionError, match="does not fail again"):
+        shrink(draw_plan(1), lambda: False)
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_a_mutation_changes_one_place(mutation: Mutation) -> None:
+    assert (ROOT / "src/logprobe" / mutation.file).read_text().count(mutation.old) == 1
 
 
 def _fails(plan: Plan) -> bool:
@@ -69,8 +80,8 @@ def _fails(plan: Plan) -> bool:
 
 
 def test_a_simulation_that_fails_restores_the_clock() -> None:
-    before = time.monotonic()
+    before = dict(vars(runtime))
     broken = mock.patch.object(world_module.World, "_play", side_effect=AssertionError("on purpose"))
     with broken, pytest.raises(AssertionError, match="on purpose"):
         simulate(draw_plan(1))
-    assert runtime.monotonic() >= before
+    assert vars(runtime) == before

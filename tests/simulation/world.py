@@ -13,7 +13,6 @@ import tempfile
 from collections import Counter
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -313,6 +312,8 @@ class World:
         self.engines: dict[str, WatchedEngine] = {}  # by replica
         self.had_faults = False
         self.allowed: set[type[Exception]] = set()
+        self._aborted: set[str] = set()  # by the plan
+        self._paused: set[str] = set()  # by the plan
         self._calls: dict[str, Call] = {}
         self._operations: list[SimThread] = []
         self.is_changed = any(isinstance(event, Swap | Lora | Close) for event in plan.events)
@@ -341,6 +342,8 @@ class World:
         gc.disable()  # finalizers would run at other points in each run
         try:
             with ExitStack() as stack:
+                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="simulated-"))
+                self._folder = Path(folder)
                 for target in (thread_module, process_module):
                     stack.enter_context(mock.patch.object(target, "atexit"))
                 stack.enter_context(mock.patch.object(engine_module, "give_back_later_memory"))
@@ -455,6 +458,10 @@ class World:
                 self.front.forget_prefixes()
             case Control(do=do, name=name):
                 self.sometimes["caller paused"] += do == "pause" and name in self._calls
+                if do == "abort":
+                    self._aborted.add(f"{name}.0")
+                elif do == "pause":
+                    self._paused.add(f"{name}.0")
                 getattr(self.front, do)(f"{name}.0")
             case Fault():
                 self._harm(event)
@@ -493,11 +500,10 @@ class World:
                     front.remove_lora(event.name)
                 case Lora():
                     self.sometimes["LoRA replaced while used"] += bool(front._held)
-                    front.add_lora(event.name, lora_folder(event.own))
+                    front.add_lora(event.name, lora_folder(self._folder, event.own))
                 case Swap():
-                    if not event.finishes or any(self._is_paused(front)):
+                    if not event.finishes:
                         self.allowed.add(errors.WeightsReplacedError)
-                    self.allowed.add(errors.WeightsReplacedError)
                     number = front._describer.weights_number
                     front.load_weights({"w": np.array([event.weights], np.float32)}, finishes=event.finishes)
                     assert front._describer.weights_number > number, "the weights were not replaced"
@@ -514,10 +520,6 @@ class World:
         except errors.EngineError as error:
             self.sometimes["load cancelled"] += 1
             self.require(any(isinstance(error, kind) for kind in self.allowed), f"a load failed: {error!r}")
-
-    @staticmethod
-    def _is_paused(front: Front) -> list[bool]:
-        return [inbox.published for inbox in front._streams._inboxes.values()]
 
     def _close(self, event: Close) -> None:
         busy = [call for call in self._calls.values() if not call.is_done]
@@ -605,15 +607,18 @@ class World:
                         await asyncio.sleep(ask.delay_s)
         finally:
             record.has_ended = True
+        has_left = num_read == ask.leave_after
         try:
-            self._check_output(record, output)
+            self._check_output(record, output, has_left=has_left)
         except AssertionError as error:
             self.clock.fail(error)
 
-    def _check_output(self, record: Record, output: Any) -> None:
+    def _check_output(self, record: Record, output: Any, *, has_left: bool) -> None:
         """Check a result against the one of the request alone, and an error against those that may be."""
         name = record.request.request_id
-        assert output.is_finished or record.ask.leave_after or record.ask.delay_s, f"{name} has no end"
+        assert output.is_finished or has_left, f"{name} has no end"
+        is_aborted = any(one.finish_reason == "abort" for one in output.outputs)
+        assert not is_aborted or name in self._aborted, f"{name} was aborted by nobody"
         assert output.weights_number >= record.least_weights, f"{name} has rows of old weights"
         expected = self.oracle.expected(
             record.request, self.weights[output.weights_number], self.loras.get(record.lora_number)
@@ -629,6 +634,8 @@ class World:
                 continue
             if isinstance(error, errors.WeightsReplacedError):
                 self.sometimes["ended by swap"] += 1
+                if record.ask.streams or name in self._paused:
+                    continue  # a swap ends paused requests, also those paused by a full buffer
             assert "please report this" not in str(error), repr(error)
             assert any(isinstance(error, kind) for kind in self.allowed), f"{name} ended with {error!r}"
 
@@ -672,7 +679,6 @@ class World:
     def _check_rest(self) -> None:
         """Check that nothing is left of the requests."""
         front, until_s = self.front, self.clock.now + 60
-        self.sometimes["replica restarted"] += front.stats().restarts
         if self._served is not None:
             future = asyncio.run_coroutine_threadsafe(self._served.check_rest(), self._loops[0])
             while not future.done():
@@ -717,11 +723,10 @@ class World:
         return [f"{what}: {value}" for what, value in left.items() if value]
 
 
-@cache
-def lora_folder(own: int | None) -> str:
-    """Return a folder that stands for LoRA weights; those of number 9 cannot be loaded."""
-    folder = Path(tempfile.mkdtemp(prefix="simulated-")) / f"lora-{own}"
-    folder.mkdir()
+def lora_folder(parent: Path, own: int | None) -> str:
+    """Make a folder that stands for LoRA weights; those of number 9 cannot be loaded."""
+    folder = parent / f"lora-{own}"
+    folder.mkdir(exist_ok=True)
     (folder / "adapter_config.json").write_text("broken" if own == 9 else str(own))
     (folder / "adapter_model.safetensors").write_bytes(b"")
     return str(folder)
