@@ -16,7 +16,7 @@ from logprobe.engine.protocol import ModelShape
 from logprobe.records import LogprobsInfo
 from logprobe.sampling import SamplingParams
 from logprobe.testing import FakeForward, fake_model
-from logprobe.transport.messages import Delta, Request, Submit
+from logprobe.transport.messages import Delta, Request, Resume, Submit
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -99,6 +99,24 @@ class Driven:
         self.loop.step()
         self.num_steps += 1
         self.engine.check_integrity()
+
+    def play(self, arrivals: Sequence[Any], orders: Sequence[Any]) -> dict[str, Any]:
+        """Submit requests and handle commands before the steps with their numbers; return all outputs.
+
+        An arrival is the number of a step, parameters and token ids; an order is the number of a step, the
+        class of a command and the index of a request.
+        """
+        for number in range(24):
+            for index, (start, params, ids) in enumerate(arrivals):
+                if start == number:
+                    self.submit(str(index), ids, **params)
+            for start, command, index in orders:
+                if start == number:
+                    self.handle(command(str(index)))
+            self.step()
+        for index in range(len(arrivals)):
+            self.handle(Resume(str(index)))
+        return {name: told(output) for name, output in self.finish().items()}
 
     def finish(self) -> dict[str, RequestOutput]:
         """Run to the end and return the outputs, after checking that each sample ended once."""

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from logprobe.transport.messages import Event
 
 TOLERANCE = 1e-4  # nats, on the tiny models
+MAX_STEPS = 5000  # of a test
 SMALL: dict[str, Any] = {
     "vocab_size": 288,
     "hidden_size": 48,
@@ -113,6 +114,7 @@ class SteppedEngine:
         self.scheduler.check_integrity()
 
     def step(self) -> None:
+        assert self.num_steps < MAX_STEPS, "the engine makes no progress"
         self.take(self.engine.step())
         self.num_steps += 1
         self.scheduler.check_integrity()
@@ -125,9 +127,8 @@ class SteppedEngine:
             builder.add(event)
             self.num_ends[event.request_id] += builder.output.is_finished and not was_finished
 
-    def run(self, max_steps: int = 5000) -> None:
+    def run(self) -> None:
         while self.engine.has_work:
-            assert self.num_steps < max_steps, "the engine makes no progress"
             self.step()
 
     def assert_idle(self) -> None:

@@ -112,21 +112,8 @@ ORDERS = st.tuples(st.integers(1, 20), st.sampled_from([Pause, Resume]), st.inte
 def test_many_requests_end_the_same(
     arrivals: list[Any], orders: list[Any], sizes: dict[str, int], draft_slots: int, loop: Any
 ) -> None:
-    def outputs_of(driven: Driven) -> dict[str, Any]:
-        for number in range(24):
-            for place, (start, kind, ids) in enumerate(arrivals):
-                if start == number:
-                    driven.submit(str(place), ids, **kind)
-            for start, command, place in orders:
-                if start == number:
-                    driven.handle(command(str(place)))
-            driven.step()
-        for place in range(len(arrivals)):
-            driven.handle(Resume(str(place)))
-        return {name: told(output) for name, output in driven.finish().items()}
-
-    got = outputs_of(drafting(draft_slots=draft_slots, loop=loop, **sizes))
-    assert got == outputs_of(Driven(loop=loop, **sizes))
+    got = drafting(draft_slots=draft_slots, loop=loop, **sizes).play(arrivals, orders)
+    assert got == Driven(loop=loop, **sizes).play(arrivals, orders)
 
 
 def test_slots_of_the_draft_model_are_freed() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from driven import KINDS, Driven, told
+from driven import KINDS, Driven
 from logprobe.engine.backends.thread import SerialLoop
 from logprobe.engine.overlap import OverlappedLoop
 from logprobe.errors import ForwardError
@@ -46,27 +46,16 @@ def test_both_loops_say_the_same(
     """Requests that arrive, stop, pause and abort at any step, in a pool too small for all of them."""
 
     def outputs_of(loop: type[SerialLoop | OverlappedLoop]) -> dict[str, Any]:
-        driven, number = Driven(loop, **sizes), 0
+        driven = Driven(loop, **sizes)
         run = driven.forward.run
 
         def spoilt(batch: Any) -> None:
-            if number in failing:
-                raise RuntimeError(f"step {number} failed")
+            if driven.num_steps in failing:
+                raise RuntimeError(f"step {driven.num_steps} failed")
             run(batch)
 
         driven.forward.run = spoilt  # type: ignore[method-assign]
-        for number in range(24):
-            for place, (start, kind, ids) in enumerate(arrivals):
-                if start == number:
-                    driven.submit(str(place), ids, **kind)
-            for start, command, place in orders:
-                if start == number:
-                    driven.handle(command(str(place)))
-            driven.step()
-        number = -1
-        for place in range(len(arrivals)):
-            driven.handle(Resume(str(place)))
-        return {name: told(output) for name, output in driven.finish().items()}
+        return driven.play(arrivals, orders)
 
     assert outputs_of(OverlappedLoop) == outputs_of(SerialLoop)
 

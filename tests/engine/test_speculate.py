@@ -137,19 +137,9 @@ def test_many_requests_end_the_same(
             run(batch)
 
         driven.forward.run = counted  # type: ignore[method-assign]
-        for number in range(24):
-            for place, (start, kind, ids) in enumerate(arrivals):
-                if start == number:
-                    driven.submit(str(place), ids, **kind)
-            for start, command, place in orders:
-                if start == number:
-                    driven.handle(command(str(place)))
-            driven.step()
-        for place in range(len(arrivals)):
-            driven.handle(Resume(str(place)))
-        outputs = driven.finish()
+        outputs = driven.play(arrivals, orders)
         assert max(counts, default=0) <= sizes["max_num_batched_tokens"]
-        return {name: told(output) for name, output in outputs.items()}
+        return outputs
 
     got = outputs_of(speculating(loop=loop, **sizes))
     assert got == outputs_of(speculating(speculate=False, **sizes))

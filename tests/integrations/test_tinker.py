@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import sys
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -251,6 +252,6 @@ def test_a_model_opened_by_name_is_closed_in_async_code(tiny_model_folder: Path)
 def test_without_the_package_the_extra_is_named(
     sampler: TinkerSampler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "tinker", None)
+    monkeypatch.setitem(sys.modules, "tinker", None)
     with pytest.raises(MissingPackageError, match=r"logprobe\[tinker\]"):
         sampler.compute_logprobs(None)  # type: ignore[arg-type]

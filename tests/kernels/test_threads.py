@@ -17,13 +17,7 @@ import torch
 from logprobe.kernels import threads
 from logprobe.kernels.layers.rows import norm_stage
 from logprobe.kernels.stages import Stage
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    out = x.contiguous().clone()
-    rows = out.view(-1, x.shape[-1])
-    norm_stage(rows, weight, rows, epsilon).run()
-    return out
+from norms import rms_norm
 
 
 def adding(num_items: int) -> tuple[Stage, torch.Tensor]:

@@ -624,7 +624,7 @@ class World:
             record.request, self.weights[output.weights_number], self.loras.get(record.lora_number)
         )
         self.oracle.compare(output, expected, name)
-        for completion, alone in zip(output.outputs, expected.outputs, strict=False):
+        for completion, alone in zip(output.outputs, expected.outputs, strict=True):
             error = completion.error
             if error is None:
                 continue

@@ -5,18 +5,12 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from logprobe.kernels.layers.rows import MAX_ROWS, ROWS_FOR_THREADS, norm_stage
+from norms import rms_norm
 
 RELATIVE = 2e-6
 EPSILON = 1e-6
 ROWS = [1, ROWS_FOR_THREADS - 1, ROWS_FOR_THREADS, 700]
 WIDTHS = [1, 7, 64, 577]
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    out = x.contiguous().clone()
-    rows = out.view(-1, x.shape[-1])
-    norm_stage(rows, weight, rows, epsilon).run()
-    return out
 
 
 def rows(num_rows: int, width: int) -> torch.Tensor:

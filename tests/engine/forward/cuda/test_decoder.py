@@ -297,13 +297,13 @@ def test_a_load_compares_the_decoder_with_transformers() -> None:
     decoder = loaded(model_of("llama"))
     assert isinstance(decoder, CudaDecoder)
     assert decoder.arithmetic == "bf16x3"
-    assert loaded(model_of("glm4")) == "the model type glm4 is not supported"
+    assert "glm4" in loaded(model_of("glm4"))
 
 
 def test_layers_of_different_sizes_are_not_supported() -> None:
     model = model_of("llama")
     with_a_wider_layer(model)
-    assert loaded(model) == "its structure is not supported (ValueError: its layers have different sizes)"
+    assert "different sizes" in loaded(model)
 
 
 def test_an_error_of_the_decoder_is_not_taken_for_other_logits(monkeypatch: pytest.MonkeyPatch) -> None:
