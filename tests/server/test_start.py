@@ -52,7 +52,7 @@ def test_keys_of_a_file_are_read_again_at_sighup(tiny_model_folder: Path, tmp_pa
         (None, "127.0.0.1", "cannot read .*: No such file"),
         (b"\xff\xfe", "127.0.0.1", "cannot read .*: it is not UTF-8 text"),
         (b"# a comment\n", "127.0.0.1", "has no keys; write one per line"),
-        ("schlüssel\n".encode(), "127.0.0.1", "each key must consist of ASCII"),
+        ("schlüssel\n".encode(), "127.0.0.1", "each key must consist of visible ASCII"),
         (b"short\n", "::", "each key must have at least 16 characters"),
         (b"short\n", "server.example", "each key must have at least 16 characters"),
     ],
