@@ -190,6 +190,17 @@ def test_a_piece_outside_the_byte_alphabet_is_as_it_is_written() -> None:
     assert vocabulary.token_text(1) == "深" == backend.decode([1])
 
 
+def test_byte_level_pieces_are_read_alike_alone_and_together() -> None:
+    together = Tokenizer(models.BPE(vocab={"Ġa": 0, "éĊ": 1, "b c": 2, "Ġ d": 3, "": 4, "ÿ": 5}, merges=[]))
+    together.decoder = decoders.ByteLevel()
+    plain = Tokenizer(models.BPE(vocab={"Ġa": 0, "éĊ": 1, "": 4, "ÿ": 5}, merges=[]))  # all in the alphabet
+    plain.decoder = decoders.ByteLevel()
+    read, alone = Vocabulary.from_tokenizer(together), Vocabulary.from_tokenizer(plain)
+    assert [read.token_bytes(token_id) for token_id in (0, 1, 4, 5)] == [b" a", b"\xe9\n", b"", b"\xff"]
+    assert [alone.token_bytes(token_id) for token_id in (0, 1, 4, 5)] == [b" a", b"\xe9\n", b"", b"\xff"]
+    assert [read.token_bytes(token_id) for token_id in (2, 3)] == [b"b c", "Ġ d".encode()]
+
+
 @pytest.mark.parametrize("decoder", [decoders.WordPiece(), None])
 def test_a_decoder_without_exact_bytes_is_refused(decoder: Any) -> None:
     backend = Tokenizer(models.WordPiece(vocab={"a": 0, "##b": 1}, unk_token="a"))  # noqa: S106 - a vocabulary's word

@@ -21,7 +21,6 @@ from logprobe.engine.loras import LoraTable
 from logprobe.engine.output_builder import Describer, OutputBuilder
 from logprobe.errors import EngineClosedError, require
 from logprobe.models.loading import as_state, digest_of, read_state
-from logprobe.models.lora import lora_version, resolved_folder
 from logprobe.transport.messages import (
     Abort,
     Delta,
@@ -181,6 +180,8 @@ class Front:
             EngineError: an engine process exited during the load, or the engine was closed.
         """
         require(isinstance(name, str) and name, "name", f"must be a non-empty string, got {name!r}")
+        from logprobe.models.lora import lora_version, resolved_folder
+
         folder = resolved_folder(path)
         load, version = LoadLora(next(self._numbers), name, str(folder)), lora_version(folder)
         self._check_open()

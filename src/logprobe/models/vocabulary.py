@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
@@ -18,10 +19,12 @@ from logprobe.errors import ParameterError, UnsupportedModelError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+    from numpy.typing import NDArray
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
 MAX_TOKENS: Final = 1 << 22  # sixteen times the largest published vocabulary
+NO_BYTE: Final = 0xFFFF  # in `_ALPHABET`: the character does not stand for a byte
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -38,12 +41,13 @@ class Vocabulary:
     def __init__(self, pieces: Iterable[bytes | None]) -> None:
         """Store the pieces; `pieces[i]` has the bytes of id `i`, or is None if there is no such id."""
         known = list(pieces)
-        lengths = np.fromiter((len(piece or b"") for piece in known), np.int64, len(known))
-        self._blob = b"".join(piece for piece in known if piece)
+        filled = [piece or b"" for piece in known]
+        lengths = np.fromiter(map(len, filled), np.int64, len(filled))
+        self._blob = b"".join(filled)
         # (num_ids + 1,) int64: id i is blob[offsets[i] : offsets[i + 1]].
         self._offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
         # (num_ids,) bool: False where the tokenizer has no such id.
-        self._is_known = np.fromiter((piece is not None for piece in known), np.bool_, len(known))
+        self._is_known = np.array([piece is not None for piece in known], np.bool_)
 
     @classmethod
     def from_tokenizer(cls, tokenizer: PreTrainedTokenizerFast | Tokenizer) -> Vocabulary:
@@ -54,7 +58,7 @@ class Vocabulary:
                 `MAX_TOKENS`.
         """
         backend: Any = getattr(tokenizer, "backend_tokenizer", tokenizer)
-        to_bytes = _piece_decoder(backend)
+        decode = _piece_decoder(backend)
         own = backend.get_vocab(with_added_tokens=False)
         added = {
             token_id: token.content.encode() for token_id, token in backend.get_added_tokens_decoder().items()
@@ -66,9 +70,9 @@ class Vocabulary:
                 "fetch the model again"
             )
         pieces: list[bytes | None] = [None] * (largest + 1)
-        for piece, token_id in own.items():
-            if token_id not in added:
-                pieces[token_id] = to_bytes(piece)
+        plain = {piece: token_id for piece, token_id in own.items() if token_id not in added}
+        for token_id, content in zip(plain.values(), decode([*plain]), strict=True):
+            pieces[token_id] = content
         for token_id, content in added.items():
             pieces[token_id] = content
         return cls(pieces)
@@ -86,7 +90,7 @@ class Vocabulary:
         """
         lengths = np.diff(self._offsets)
         single = np.frombuffer(self._blob, np.uint8)[self._offsets[:-1][lengths == 1]]
-        return bytes(np.setdiff1d(np.arange(256, dtype=np.uint8), single))
+        return bytes(np.flatnonzero(np.bincount(single, minlength=256) == 0).astype(np.uint8))
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the exact bytes of one token; b"" for ids that only a padded output head has.
@@ -120,7 +124,7 @@ class Vocabulary:
         return b"".join(self.token_bytes(int(token_id)) for token_id in token_ids)
 
 
-def _piece_decoder(backend: Tokenizer) -> Callable[[str], bytes]:
+def _piece_decoder(backend: Tokenizer) -> Callable[[list[str]], list[bytes]]:
     steps = list(_steps(_state(backend.decoder)))
     kinds = {step["type"] for step in steps}
     if "ByteLevel" in kinds:
@@ -148,30 +152,39 @@ def _steps(decoder: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield from _steps(part)
 
 
-def _alphabet() -> dict[int, int]:
-    """Return a map from characters of byte-level pieces to Latin-1's: the inverse of GPT-2's table.
+def _alphabet() -> NDArray[np.uint16]:
+    """Return the byte of each character of byte-level pieces by code point: the inverse of GPT-2's table.
 
-    The Latin-1 characters that such pieces do not have are mapped to one outside Latin-1.
+    Other code points have `NO_BYTE`, and so has the last entry, which stands for all larger ones.
     """
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     shifted = [byte for byte in range(256) if byte not in set(plain)]
-    return dict.fromkeys(shifted, 0xFFFF) | {256 + place: byte for place, byte in enumerate(shifted)}
+    table = np.full(256 + len(shifted) + 1, NO_BYTE, np.uint16)
+    table[plain] = plain
+    table[256:-1] = shifted
+    return table
 
 
-_LATIN_1: Final = _alphabet()
+_ALPHABET: Final = _alphabet()
 
 
-def _from_byte_level(piece: str) -> bytes:
-    if piece.isascii():  # the same in the alphabet and literally
-        return piece.encode()
-    try:
-        return piece.translate(_LATIN_1).encode("latin-1")
-    except UnicodeEncodeError:
+def _from_byte_level(pieces: list[str]) -> list[bytes]:
+    joined = _in_alphabet("".join(pieces))
+    if joined is None:
         # A piece with other characters is taken literally, as the tokenizer's decoder does.
-        return piece.encode()
+        return [_in_alphabet(piece) or piece.encode() for piece in pieces]
+    ends = [0, *accumulate(map(len, pieces))]
+    return [joined[start:end] for start, end in pairwise(ends)]
 
 
-def _from_marked_spaces(steps: list[dict[str, Any]]) -> Callable[[str], bytes]:
+def _in_alphabet(text: str) -> bytes | None:
+    """Return one byte per character, or None if a character does not stand for a byte."""
+    codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+    values = _ALPHABET.take(codes, mode="clip")
+    return None if (values == NO_BYTE).any() else values.astype(np.uint8).tobytes()
+
+
+def _from_marked_spaces(steps: list[dict[str, Any]]) -> Callable[[list[str]], list[bytes]]:
     marks = [(step["pattern"]["String"], step["content"]) for step in steps if step["type"] == "Replace"]
     marks += [(step["replacement"], " ") for step in steps if step["type"] == "Metaspace"]
     has_bytes = any(step["type"] == "ByteFallback" for step in steps)
@@ -183,4 +196,4 @@ def _from_marked_spaces(steps: list[dict[str, Any]]) -> Callable[[str], bytes]:
             piece = piece.replace(mark, content)
         return piece.encode()
 
-    return decode
+    return lambda pieces: [*map(decode, pieces)]

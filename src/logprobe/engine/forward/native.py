@@ -21,7 +21,6 @@ from logprobe.kernels.arrays import as_array
 from logprobe.models import load_config, load_model
 from logprobe.models.given import is_copy
 from logprobe.models.loading import check_transformers, load_state
-from logprobe.models.lora import load_lora
 from logprobe.models.quiet import quiet_transformers
 
 if TYPE_CHECKING:
@@ -170,6 +169,8 @@ class NativeForward:
         """
         if self.decoder is None:
             raise EngineClosedError("the engine was closed before the LoRA weights were loaded")
+        from logprobe.models.lora import load_lora
+
         lora = load_lora(name, path, self._lora_modules(), number)
         self.decoder.check_lora(lora)
         return lora

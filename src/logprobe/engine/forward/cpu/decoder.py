@@ -32,7 +32,6 @@ from logprobe.errors import UnsupportedModelError
 from logprobe.kernels.attention.api import ScoreRule
 from logprobe.kernels.layers.panels import panel_stage
 from logprobe.kernels.layers.rows import Projections, gate_stage, norm_stage, rotary_stage, softcap_stage
-from logprobe.models.lora import ModelModules
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
     from logprobe.kernels.arrays import Array
     from logprobe.kernels.layers.forms import PanelWeights
     from logprobe.kernels.stages import Stage
-    from logprobe.models.lora import LoraWeights
+    from logprobe.models.lora import LoraWeights, ModelModules
 
     Shape = tuple[int, ...]
 
@@ -197,6 +196,8 @@ class Decoder:
 
     def modules(self) -> ModelModules:
         """Return the modules that LoRA weights may change."""
+        from logprobe.models.lora import ModelModules
+
         layers = f"{self.spec.path}.{self.family.layers}."
         names = {name for layer in self.layers for name in layer.names}
         if self.family.is_transposed:  # not linear layers in transformers

@@ -14,7 +14,6 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from logprobe.kernels.layers.panels import panel_stage
-from logprobe.models.lora import bound
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -68,6 +67,8 @@ class LoraRows:
             The LoRA's matrices by module name.
         """
         if lora not in self._bound:
+            from logprobe.models.lora import bound
+
             parts = bound(lora, own_layer)
             self._bound[lora] = {name: part.mapped(self._values) for name, part in parts.items()}
         return self._bound[lora]
