@@ -3,15 +3,21 @@
 The first job's verb chooses the front door: `AsyncLM` for next-token rows, `LLM` for all else.
 """
 
+from __future__ import annotations
+
 import asyncio
 import time
-from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from protocol import Read, TokenIds, ask_rounds, extend_all, serve
 
 from logprobe import LLM, SamplingParams
-from logprobe.next_token import AsyncLM, AsyncVirtualLM
+from logprobe.next_token import AsyncLM
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from logprobe.next_token import AsyncVirtualLM
 
 TICK_S = 0.001
 
