@@ -35,8 +35,9 @@ quick test test-all cover: export PYTHONDONTWRITEBYTECODE :=
 quick: $(VENV)/.test  ## what a contributor runs: the quicker tests, no downloads
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not real_model and not slow and not exhaustive and not fuzz"
 
+MARKS := not exhaustive
 test: $(VENV)/.test  ## the suite with a sample of the largest tables of cases; the default model is fetched once
-	$(BIN)/python -m pytest -q $(SIDE_BY_SIDE) -m "not exhaustive"
+	$(BIN)/python -m pytest -q $(SIDE_BY_SIDE) -m "$(MARKS)"
 
 .PHONY: test-core
 CORE := .venv-core/bin/python
