@@ -75,7 +75,7 @@ class Sizes:
     chunk: int = 2048
     bits_rows: tuple[int, ...] = (1, 2, 8, 32, 64, 128)
     bits_lengths: tuple[int, int] = (40, 300)
-    drawn: tuple[int, int] = (32, 128)  # texts, tokens drawn of each
+    drawn: tuple[int, int, int] = (32, 128, 64)  # texts, tokens drawn of each, tokens of the longest prompt
     extract_rows: tuple[int, ...] = (1, 32, 128, 2048)
     extract_ks: tuple[int, ...] = (0, 20, 1000)
     vocab_size: int = 128_256
@@ -96,10 +96,10 @@ class Sizes:
             accuracy=(2, 8),
             decode_rows=(2,),
             context=4,
-            chunk=8,
-            bits_rows=(1, 3),
+            chunk=4,
+            bits_rows=(3,),
             bits_lengths=(3, 8),
-            drawn=(2, 2),
+            drawn=(2, 2, 8),
             extract_rows=(3,),
             extract_ks=(0, 5),
             vocab_size=500,
@@ -351,8 +351,8 @@ def _drawn_and_scored(run: Run, module: Any) -> None:
     """Draw greedily step by step, then score the same tokens as prompts in a pool of their own."""
     from logprobe.kernels import extract
 
-    num, new = run.sizes.drawn
-    prompt_lens = np.random.default_rng(2).integers(4, 64, num).tolist()
+    num, new, longest = run.sizes.drawn
+    prompt_lens = np.random.default_rng(2).integers(4, longest, num).tolist()
     text_len = max(prompt_lens) + new
     texts = [
         np.concatenate([text, np.zeros(new, np.int64)])
