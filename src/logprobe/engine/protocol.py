@@ -352,7 +352,7 @@ class ForwardBackend(Protocol):
         """
 
     def run(self, batch: StepBatch) -> None:
-        """Compute one step, and write its `capture`; each layer stores all keys and values before reading."""
+        """Compute one step and fill its `capture`; each layer stores all keys and values, then reads them."""
 
     def hidden_rows(self, slots: IntArray) -> Any:
         """Return the final hidden states stored in `slots`, with shape (len(slots), hidden size).

@@ -159,7 +159,7 @@ def grammar_of(args: GrammarArgs) -> str:
     """Return the grammar in llguidance's serialized form.
 
     Raises:
-        ParameterError: no constraint is set, or several are, the schema is not JSON, or a limit is exceeded.
+        ParameterError: not exactly one constraint is set, the schema is not JSON, or a limit is exceeded.
     """
     forms = [name for name in GrammarArgs.__struct_fields__ if getattr(args, name) not in (None, False)]
     require(
