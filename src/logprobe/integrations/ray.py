@@ -269,7 +269,7 @@ def _connected(address: str | None) -> Iterator[None]:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
     except (ConnectionError, RuntimeError, ValueError) as error:
         if address in {None, "local"}:
-            fault, remedy = "Ray can neither find nor start a cluster", "start one with ray start, and pass its address"
+            fault, remedy = "Ray can neither find nor start a cluster", "run ray start, and pass its address"
         else:
             fault, remedy = f"cannot connect to {address!r}", "check the address, and that Ray runs there"
         raise ParameterError("ray_address", f"{fault} ({_last_line(error)}); {remedy}") from error
