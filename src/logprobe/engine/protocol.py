@@ -1,7 +1,7 @@
 """Interfaces of the engine: `Core`, called by `Front`, and `ForwardBackend`, called by the engine step.
 
 `LLM` and the server use an engine only through `Front`, which delegates to a `Core`. The native engine's core
-runs a scheduler over a `ForwardBackend`; an engine with its own scheduler is just a `Core`.
+runs a scheduler over a `ForwardBackend`; an engine with its own scheduler implements only `Core`.
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ class TinkerSampler:
     def compute_logprobs(
         self, prompt: tinker.ModelInput, prompt_logprobs_last_n: int | None = None
     ) -> tinker.APIFuture[list[float | None]]:
-        """Score the tokens of a prompt, in nats; the first is None. Await the result, or call `result()`.
+        """Score each token of a prompt, in nats; None for the first. Await the result, or call `result()`.
 
         With `prompt_logprobs_last_n`, all tokens but the last n are None.
         """

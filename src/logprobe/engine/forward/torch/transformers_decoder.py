@@ -203,7 +203,7 @@ class TransformersDecoder:
         return rows
 
     def head(self, hidden: Tensor, lora: LoraWeights | None = None) -> Tensor:
-        """Return (rows, vocabulary) float32 logits for (rows, hidden size) states; `lora` applies to all."""
+        """Return (rows, vocabulary) float32 logits of (rows, hidden size) states, all with `lora`."""
         with self.loras.only(lora, len(hidden)):
             return self._head(hidden)
 
