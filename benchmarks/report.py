@@ -24,8 +24,8 @@ OPENING = f"""# Performance
 
 Each row compares logprobe on a CPU with the best of the other libraries that were measured. The model is
 `{DEFAULT_MODEL}` (SmolLM2-135M-Instruct, Q4_1); rows that start with "1.2B" use a model of 1.2 billion random
-weights. A ratio above 1 means that logprobe is better, whether the unit counts up or down. The lowest and
-highest ratios of single rounds are in parentheses. Figures for a GPU are on [NVIDIA GPUs](gpu.md).
+weights. A ratio above 1 means that logprobe is better, whether higher or lower values are better. The lowest
+and highest ratios of single rounds are in parentheses. Figures for a GPU are on [NVIDIA GPUs](gpu.md).
 
 """
 
@@ -37,8 +37,8 @@ HOW = """
 missed, the reason.
 
 - Each library runs in its own process and environment, on the same weights, prompts and number of
-  threads, and with the same number type unless its label names another. `best` is the fastest public
-  configuration of a library.
+  threads, and computes in the same dtype unless its label names another. `best` is a library with its
+  fastest public options, such as vLLM with flat log-probabilities and without detokenization.
 - The libraries take turns; the processes of the others are paused meanwhile. Each round gives one ratio of
   logprobe to the other library; the table shows the median of these.
 - Rates and seconds depend on the machine; compare the ratios.

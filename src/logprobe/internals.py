@@ -24,7 +24,7 @@ class Internals:
 VLLM_WORKER = ("llm_engine", "engine_core", "engine_core", "model_executor", "driver_worker", "worker")
 """Attributes from a `vllm.LLM` to the one worker that runs in its process."""
 VLLM_PROCESSORS = ("model_runner", "input_batch", "logitsprocs")
-"""Attributes from that worker to the logits processors of the first model runner."""
+"""Attributes from that worker to the logits processors of the V1 model runner."""
 
 INTERNALS = (
     Internals(

@@ -308,6 +308,10 @@ def test_documents_with_queries_of_their_own_come_in_their_order(
         (("rerank", "IN", "--query", "a", "--template", "a"), "--template"),
         (("rerank", "IN", "--query-column", "text", "--top-n", "1"), "--top-n"),
         (("rerank", "IN", "--query", "a", "--top-n", "0"), "--top-n"),
+        (
+            ("rerank", "IN", "--query", "a", "--top-n", "1", "-o", "x.jsonl"),
+            "cannot be combined with --output",
+        ),
     ],
 )
 def test_wrong_use_is_told_with_the_flag(

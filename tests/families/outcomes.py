@@ -64,7 +64,7 @@ REFUSED = {
     "its layer types are not supported: heavily_compressed_attention": _kinds("""
         deepseek_v4
     """),
-    "its masks add to the scores (as ALiBi does) instead of hiding tokens": _kinds("""
+    "its attention masks are additive (as in ALiBi), not boolean": _kinds("""
         doge
     """),
     "its masks depend on the tokens, not only on their positions": _kinds("""

@@ -95,6 +95,7 @@ DEEP = "[" * 200_000
 REFUSED_AT_ONCE: dict[str, Callable[[Path], None]] = {
     "layers": config_of(num_hidden_layers=10**9),
     "layers beyond any model": config_of(num_hidden_layers=10**30),
+    "more layers than tensors": config_of(num_hidden_layers=1000),
     "experts": config_of(num_experts=10**9),
     "nested layers": config_of(text_config={"num_hidden_layers": 10**9}),
     "settings that are no object": text_of("config.json", "[]"),

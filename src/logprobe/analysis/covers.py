@@ -142,10 +142,10 @@ class Ask(NamedTuple):
 
 
 class SpanSum:
-    """Log-probabilities of several continuations of one context whose last bytes are summed over.
+    """Log-probabilities of continuations of one context, summed over all tokenizations of its last bytes.
 
-    Pass the rows that `next_asks` requests to `take` until it requests none, then score `rests` and call
-    `logprobs`.
+    Call `take` with the rows that `next_asks` asks for, until `next_asks` returns none. Then score `rests`
+    and call `logprobs`.
 
     Args:
         splits: contexts with continuations that need healing. All have the same tokens before the healed

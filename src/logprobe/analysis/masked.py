@@ -107,10 +107,10 @@ class MaskedLM:
         except (ValueError, KeyError, OSError) as error:
             reason = next(iter(str(error).splitlines()), type(error).__name__)
             raise UnsupportedModelError(f"{model}: cannot be loaded as a masked model ({reason})") from error
-        if self._tokenizer.mask_token_id is None or not self._tokenizer.is_fast:
-            raise UnsupportedModelError(
-                f"{model}: its tokenizer is not fast or has no mask token; use a masked model"
-            )
+        if self._tokenizer.mask_token_id is None:
+            raise UnsupportedModelError(f"{model}: its tokenizer has no mask token; use a masked model")
+        if not self._tokenizer.is_fast:
+            raise UnsupportedModelError(f"{model}: has no fast tokenizer (tokenizer.json), which is required")
         self._model = loaded.eval()
         self._limit = int(min(self._tokenizer.model_max_length, _num_positions(loaded)))
 

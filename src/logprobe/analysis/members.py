@@ -135,9 +135,9 @@ class MemberSum:
         self.paths = PathSum(texts, max_rows, has_grammar=has_grammar)
 
     def members(self) -> tuple[Members, Members | None]:
-        """Return the members under the model and, if there is one, under the grammar.
+        """Return the members' log-probabilities under the model and under the grammar, if there is one.
 
-        The log-probabilities include the paths followed so far.
+        They are sums over the paths (tokenizations) followed so far.
         """
         return self._at(0), self._at(1) if self._has_grammar else None
 

@@ -192,7 +192,7 @@ class ScoredText:
         return [self._cover(start, end) for start, end in spans]
 
     def matching(self, pattern: str | re.Pattern[str]) -> list[Unit]:
-        """Return a unit for each match of a regular expression in the text, as `spans` does."""
+        """Return a unit (see `spans`) for each match of a regular expression in the text."""
         find: Callable[[str], Iterator[re.Match[str]]] = (
             regex.compile(pattern).finditer if isinstance(pattern, str) else pattern.finditer
         )

@@ -133,7 +133,7 @@ def dataset(
     settings = DataSettings(**data.columns, **asdict(scores) | {"truncation": truncation})
     cluster = RaySettings(**asdict(ray))
     for name in cluster.given if engine != "ray" else ():
-        require(False, name, "requires --engine ray")
+        require(False, name, "requires --engine ray; set it, or leave this option out")
     if not data.files:
         raise typer.BadParameter("missing; give files with rows (-: standard input)", param_hint="FILE")
     data.run(settings, model, cluster if engine == "ray" else None)

@@ -239,9 +239,11 @@ def rerank(
     )
     if not data.files:
         raise typer.BadParameter("missing; give files with documents (-: standard input)", param_hint="FILE")
-    if top_n is not None and (data.output is not None or query is None):
+    if top_n is not None and query is None:
+        raise typer.BadParameter("requires --query; set it, or leave --top-n out", param_hint="--top-n")
+    if top_n is not None and data.output is not None:
         raise typer.BadParameter(
-            "requires --query, and cannot be combined with --output", param_hint="--top-n"
+            "cannot be combined with --output; leave one of them out", param_hint="--top-n"
         )
 
     def best_first(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

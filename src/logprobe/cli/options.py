@@ -127,7 +127,7 @@ class EngineFlags(LoadFlags):
         tuple[str, ...],
         _model(
             help="Processor that requests may use: a built-in, an entry point, or module.path:ClassName "
-            "(also searched in the current folder). Repeat the flag, or separate names by commas; "
+            "(also searched for in the current directory). Repeat the flag, or separate names by commas; "
             "they run in this order."
         ),
     ] = ()

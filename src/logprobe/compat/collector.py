@@ -1,4 +1,4 @@
-"""`StreamingLogprobsCollector`: `RequestStreams` with callbacks, and for sources that cannot be paused."""
+"""`StreamingLogprobsCollector`: `RequestStreams` with callbacks and support for sources that cannot pause."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Interfaces of the engine: `Core`, called by `Front`, and `ForwardBackend`, called by the engine step.
 
 `LLM` and the server use an engine only through `Front`, which delegates to a `Core`. The native engine's core
-runs a scheduler over a `ForwardBackend`; an engine with its own scheduler is just a `Core`.
+runs a scheduler over a `ForwardBackend`; an engine with its own scheduler implements only `Core`.
 """
 
 from __future__ import annotations
@@ -352,7 +352,7 @@ class ForwardBackend(Protocol):
         """
 
     def run(self, batch: StepBatch) -> None:
-        """Compute one step, and write its `capture`; each layer stores all keys and values before reading."""
+        """Compute one step and fill its `capture`; each layer stores all keys and values, then reads them."""
 
     def hidden_rows(self, slots: IntArray) -> Any:
         """Return the final hidden states stored in `slots`, with shape (len(slots), hidden size).

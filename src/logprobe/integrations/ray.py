@@ -227,8 +227,8 @@ class ScoringActor:
 
 def _check_release(release: str) -> None:
     here = version("logprobe")
-    differ = f"a machine of the cluster has logprobe {here}, the driver {release}"
-    require(here == release, "engine", f"{differ}; install the same version on all")
+    differ = f"a machine of the cluster has logprobe {here}, but the driver program has {release}"
+    require(here == release, "engine", f"{differ}; install the same version on both")
 
 
 def _go_to(folder: str) -> None:
@@ -268,10 +268,11 @@ def _connected(address: str | None) -> Iterator[None]:
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        named = "a cluster" if address is None else repr(address)
-        raise ParameterError(
-            "ray_address", f"{named} cannot be reached ({_last_line(error)}); check that Ray is running there"
-        ) from error
+        if address in {None, "local"}:
+            fault, remedy = "Ray can neither find nor start a cluster", "run ray start, and pass its address"
+        else:
+            fault, remedy = f"cannot connect to {address!r}", "check the address, and that Ray runs there"
+        raise ParameterError("ray_address", f"{fault} ({_last_line(error)}); {remedy}") from error
     try:
         with _quiet():
             yield

@@ -40,8 +40,8 @@ NO_LOGPROB: Final = -99999.0  # with id 0: an empty cell of Tinker's top-k matri
 class TinkerSampler:
     """The sampling interface of `tinker.SamplingClient`.
 
-    Results have the log-probabilities of the model's own distribution, as Tinker's do; `logprobs_mode`
-    selects the distribution that tokens were sampled from instead.
+    Results have the log-probabilities of the model's own distribution, as Tinker's do. With
+    `processed_logprobs`, sampled tokens have those of the distribution that they were sampled from.
 
     Args:
         model: a model's name or folder, the address of a server (`http://...`), or an `AsyncLLM` or
@@ -152,7 +152,7 @@ class TinkerSampler:
     def compute_logprobs(
         self, prompt: tinker.ModelInput, prompt_logprobs_last_n: int | None = None
     ) -> tinker.APIFuture[list[float | None]]:
-        """Score the tokens of a prompt, in nats; the first is None. Await the result, or call `result()`.
+        """Score each token of a prompt, in nats; None for the first. Await the result, or call `result()`.
 
         With `prompt_logprobs_last_n`, all tokens but the last n are None.
         """

@@ -63,7 +63,7 @@ def like(values: Array, rows: Rows) -> Any:
 
 
 def inference_mode(rows: Rows) -> AbstractContextManager[Any]:
-    """Return `torch.inference_mode()` if `rows` is a tensor, or else a context without effect."""
+    """Return `torch.inference_mode()` if `rows` is a tensor, else a context manager that does nothing."""
     if isinstance(rows, np.ndarray):
         return nullcontext()
     import torch

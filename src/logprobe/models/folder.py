@@ -164,7 +164,7 @@ def check_shards(folder: Path) -> None:
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise ModelNotFoundError(
-            f"{folder}: {missing[0]} is missing ({len(missing)} of {len(names)} weight files); "
+            f"{folder}: {len(missing)} of {len(names)} weight files are missing, such as {missing[0]}; "
             "fetch the model again"
         )
 
@@ -191,10 +191,12 @@ def check_counts(folder: Path, files: list[Path]) -> None:
     for name, value in _integers(config):
         if _LAYERS.search(name):
             layers = max(layers, value)
-            if value > min(max(held.tensors, FREE_LAYERS), MAX_LAYERS):
+            claim = f"{path}: {shortened(name)} is {value}"
+            if value > MAX_LAYERS:
+                raise UnsupportedModelError(f"{claim}, but at most {MAX_LAYERS} layers are supported")
+            if value > max(held.tensors, FREE_LAYERS):
                 raise UnsupportedModelError(
-                    f"{path}: {shortened(name)} is {value}, but the weights have {held.tensors} tensors "
-                    f"(at most {MAX_LAYERS} layers are supported); fetch the model again"
+                    f"{claim}, but the weights have only {held.tensors} tensors; fetch the model again"
                 )
         elif _EXPERTS.search(name):
             experts = max(experts, value)

@@ -144,7 +144,7 @@ class BaseLM:
 
     @cached_property
     def byte_vocab(self) -> list[Token]:
-        """A `Token` with the exact bytes of each id, by id; empty for ids that the tokenizer lacks."""
+        """One `Token` per id, with its exact bytes, which are empty for ids that the tokenizer lacks."""
         return [Token(i, self._text.vocabulary.token_bytes(i)) for i in range(self.vocab_size)]
 
     @cached_property

@@ -112,7 +112,7 @@ class Pipeline:
         return self._stages.admit(params)
 
     def take_in(self, plain: Mapping[int, Any]) -> dict[int, Any]:
-        """Convert arguments that another process admitted to this process's types; see `Stages.take_in`."""
+        """Convert plain arguments, admitted by another process, to typed ones; see `Stages.take_in`."""
         return self._stages.take_in(plain)
 
     def open(self, row: BatchRow, args_by_stage: Mapping[int, Any]) -> ActiveSample | None:

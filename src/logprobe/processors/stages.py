@@ -162,7 +162,7 @@ class Stages:
         return self.conflict(indices, first.params, fault)
 
     def take_in(self, plain: Mapping[int, Any]) -> dict[int, Any]:
-        """Convert the plain arguments of a request that another process admitted to typed arguments.
+        """Convert the plain arguments of a request, admitted by another process, to typed ones.
 
         Each processor checks the arguments again in this process, since checks may prepare state. Raises the
         same errors as `admit`.

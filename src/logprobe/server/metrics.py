@@ -89,7 +89,7 @@ class Metrics:
     """The metrics of one server, in its own registry."""
 
     def __init__(self, engines: Callable[[], Mapping[str, Front]], *, by_model: bool = False) -> None:
-        """`engines` returns the loaded engines by model name; `by_model` adds a label `model`."""
+        """`engines` returns the loaded engines by model name; `by_model` labels their metrics by model."""
         self.registry = CollectorRegistry()
         self.requests = self._counter("requests", "Number of finished engine requests by state.", "state")
         self.replies = self._counter("http_replies", "HTTP replies by route and status.", "route", "status")

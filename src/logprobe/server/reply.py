@@ -308,11 +308,11 @@ class Shape(Protocol):
     """True if the closing chunks repeat the whole reply."""
 
     def num_entries(self, pieces: Sequence[CompletionPiece]) -> int:
-        """Return the cost of writing pieces without their rows, in entries."""
+        """Return the cost of writing pieces, in entries, not counting their log-probability rows."""
 
     @property
     def begun_entries(self) -> int:
-        """Cost of writing each choice of a whole reply without its rows, in entries."""
+        """Cost of writing each choice of a whole reply, in entries, not counting its log-probability rows."""
 
     def failed(self, error: ApiError) -> dict[str, Any]:
         """Return the error chunk of a failed stream."""

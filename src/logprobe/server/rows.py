@@ -138,7 +138,7 @@ def legacy_logprobs(
 
 
 def completion_rows(record: FlatLogprobs, tokens: TokenTable) -> dict[str, list[Any]]:
-    """Return the numeric columns of the completions `logprobs` object, with `top_logprobs` as raw JSON."""
+    """Return `token_logprobs` and `top_logprobs` (as raw JSON) of the completions `logprobs` object."""
     rows = legacy_rows(record, tokens, has_impossible=not is_processed(record))
     return rows | {"top_logprobs": _raw_rows(rows["top_logprobs"])}
 

@@ -493,7 +493,7 @@ class Service:
         return outputs
 
     async def results(self, admitted: Sequence[Admitted]) -> AsyncGenerator[RequestOutput]:
-        """Yield the requests' outputs in request order, each as soon as it is complete.
+        """Yield the requests' outputs in request order, each once it and all earlier ones are complete.
 
         Closing the generator aborts the remaining requests.
 

@@ -200,7 +200,7 @@ class ServerSettings:
         int,
         _limit(
             help='Maximum next-token rows for `field_logprobs: "members"` in one reply, for all choices and '
-            "values together; values that are not scored then are reported as `unresolved`."
+            "values together; the probability of values beyond it is reported as `unresolved`."
         ),
     ] = 1024
     buffer_rows: Annotated[

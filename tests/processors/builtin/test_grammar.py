@@ -59,7 +59,7 @@ def test_only_tokens_that_keep_within_the_regex_are_left(
 def test_a_token_outside_the_grammar_is_an_error(
     make: Callable[..., Any], row: Callable[..., Any], run: Callable[..., Any]
 ) -> None:
-    with pytest.raises(ValueError, match="token 5 is not in the grammar"):
+    with pytest.raises(ValueError, match="token 5 is not allowed by the grammar"):
         run(make(GrammarLogitsProcessor), [row("x", GrammarArgs(regex="ab"), output=[5])])
 
 

@@ -53,7 +53,7 @@ class Baseline:
 
     @property
     def share(self) -> float:
-        """Size relative to a llama.cpp `--kl-divergence-base` file that has as many rows."""
+        """Size relative to a llama.cpp `--kl-divergence-base` file with the same number of rows."""
         return self.num_bytes / max(max_bytes(10 * self.num_positions, self.vocabulary_size), 1)
 
 

@@ -2,15 +2,15 @@
 
 A probability p is stored as an integer c (its "code"), and p' = (c / n)² approximates p, where n is the scale
 of the row. c is one of the two integers around n √p, chosen at random so that the expectation of p' is p
-(stochastic rounding): entries far below 1 / n² are mostly 0, occasionally 1. A larger n takes more bits. For
-the divergence from any other row q,
+(stochastic rounding): where p is far below 1 / n², c is mostly 0, occasionally 1. A larger n takes more bits.
+For the divergence from any other row q,
 
     KL(p, q) = Σ p log(p / q),
 
 Σ p' log(p / q) is an unbiased estimate. Its first part, Σ p' log p, is stored with the row, and the second is
 computed when q is known. Entries are rounded independently, each with a variance of at most p / n², so the
-standard error is at most √(Σ p log²(p / q)) / n. (Codes are proportional to √p rather than p, because the
-variance of a count equals its mean.)
+standard error is at most √(Σ p log²(p / q)) / n. (With codes proportional to √p, the variance of p' is
+proportional to p, like that of a count to its mean.)
 """
 
 from __future__ import annotations
@@ -202,8 +202,8 @@ def _guess(rows: Floats, max_bytes: int) -> int:
 def pack(codes: Codes) -> Packed:
     """Pack codes into bytes for `unpack`.
 
-    Two bit lengths share a byte. Only a few byte values are frequent, so deflate compresses the lengths well.
-    The bits below the leading one are noise and are stored uncompressed.
+    Each byte holds the bit lengths of two codes. Only a few byte values are frequent, so deflate compresses
+    the lengths well. The bits below the leading one are noise and are stored uncompressed.
     """
     flat = codes.ravel()
     is_impossible = flat == IMPOSSIBLE

@@ -39,7 +39,7 @@ class DataSettings:
     Args:
         text_column: column of the text, or of the continuation if there is a context.
         context_column: column of the context before the text or the choices.
-        choices_column: column of a list of texts, of which the most likely is the model's answer.
+        choices_column: column of a list of texts; the most likely one is the model's answer.
         answer_column: column of the correct choice: its index from 0, its letter from A, or its text.
         keep_columns: columns copied to the output (values other than text as JSON).
         delimiter: text put before each choice, after the context.
@@ -52,8 +52,8 @@ class DataSettings:
         truncation: handling of rows longer than the context: `error` (a bad row), `left` (keep the end) or
             `window` (sliding windows).
         window: tokens per window; None: the model's context length.
-        stride: tokens from one window start to the next; None: half a window. A full window makes them
-            disjoint, and the first token of each has no logprob.
+        stride: tokens from one window start to the next; None: half a window. With `stride=window`,
+            windows do not overlap, and the first token of each has no logprob.
         boundary: how to score a continuation or choice if a token spans the end of its context: `auto` (by
             bytes) or `token` (as lm-evaluation-harness does).
     """

@@ -367,7 +367,7 @@ class Journal(Generic[S]):
         return parts
 
     def groups(self, columns: list[str] | None = None) -> Iterator[pa.Table]:
-        """Return all rows in order, in tables of `ROWS_A_GROUP` rows that do not depend on the parts.
+        """Return all rows in order, in tables of `ROWS_A_GROUP` rows, however the parts are divided.
 
         `columns` are the columns to read; None reads all columns.
         """

@@ -244,12 +244,12 @@ class Sample:
             self._uniforms.popleft()
 
     def forced_token_id(self, ahead: int = 0) -> int | None:
-        """Return the forced token `ahead` positions after the next one; None if no tokens are forced."""
+        """Return the id of the forced token at output index `num_generated + ahead`, or None."""
         forced = self.request.forced_token_ids
         return None if forced is None else int(forced[self.num_generated + ahead])
 
     def uniform(self, ahead: int = 0) -> float:
-        """Return the random number in [0, 1) for sampling the token `ahead` positions after the next one.
+        """Return the random number in [0, 1) for sampling the token at output index `num_generated + ahead`.
 
         Repeated calls return the same number. A greedy request gets 0.
         """

@@ -1,7 +1,7 @@
 """Code that vLLM's workers load: a logits processor for both model runners, and a worker extension.
 
-Importing this module registers the loader of GGUF weights. The logits go to `WorkerDraw`. vLLM's first model
-runner reorders rows and reports the moves (`update_state`). The second runner assigns a slot to each
+Importing this module registers the loader of GGUF weights. The logits go to `WorkerDraw`. vLLM's V1 model
+runner reorders rows and reports the moves (`update_state`). The V2 model runner assigns a slot to each
 request and passes a map from rows to slots with each step (`ctx`).
 """
 
@@ -44,8 +44,8 @@ class LogprobeLogitsProcessor(FirstInterface, SecondInterface):
     def __init__(self, vllm_config: Any, *_: Any) -> None:
         self._rows: dict[
             int, tuple[Run, int, list[int]]
-        ] = {}  # used with the first runner: row → (sample, number of tokens before, output tokens)
-        self._slots: dict[int, Run] = {}  # used with the second runner
+        ] = {}  # used with the V1 runner: row → (sample, number of tokens before, output tokens)
+        self._slots: dict[int, Run] = {}  # used with the V2 runner
         settings = vllm_config.additional_config[SETTINGS]
         self._draw = DRAWS[settings["engine"]] = _new_draw(settings, vllm_config)
 
@@ -54,7 +54,7 @@ class LogprobeLogitsProcessor(FirstInterface, SecondInterface):
         return False
 
     def update_state(self, batch_update: Any) -> None:
-        """Update the rows of our requests; called by the first runner."""
+        """Update the rows of our requests; called by the V1 runner."""
         if batch_update is None:
             return
         for row in batch_update.removed:
@@ -72,7 +72,7 @@ class LogprobeLogitsProcessor(FirstInterface, SecondInterface):
                 self._rows[source] = replaced
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
-        """Register the slot of a request (second runner); return True if the request is ours."""
+        """Register the slot of a request (V2 runner); return True if the request is ours."""
         self._slots.pop(req_idx, None)
         run = self._run_of(sampling_params)
         if run is not None:
@@ -80,7 +80,7 @@ class LogprobeLogitsProcessor(FirstInterface, SecondInterface):
         return run is not None
 
     def apply(self, logits: Tensor, ctx: Any = None) -> Tensor:
-        """Sample a token for each of our rows; only the second runner passes `ctx`."""
+        """Sample a token for each of our rows; only vLLM's V2 model runner passes `ctx`."""
         rows = self._moved_rows() if ctx is None else self._slot_rows(ctx)
         if rows:
             self._draw.draw(logits, rows)

@@ -382,8 +382,8 @@ def gate(parts: Tensor, bias: Tensor | None, activation: str, out: Tensor, *, ha
     """Compute activation(gates) * values, or activation(gates), and write it to `out`; return `out`.
 
     Args:
-        parts: (parts, rows, width) float32, contiguous: the terms whose sum is a matrix product (see
-            `linear_parts`), with rows of gates; or (parts, rows, 2 * width), gates followed by values.
+        parts: (parts, rows, width) gates, or (parts, rows, 2 * width) gates followed by values, float32,
+            contiguous; their sum over `parts` is a matrix product (see `linear_parts`).
         bias: (width,) or (2 * width,) float32 of the product.
         activation: one of ACTIVATIONS.
         out: (num_pieces, rows, width) bfloat16, contiguous: pieces of float32 numbers (see `pieces.py`).

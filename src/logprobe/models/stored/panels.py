@@ -1,4 +1,4 @@
-"""Store packed weights (panels) in a file that later loads map into memory.
+"""Store packed weights (panels) in a file, which is memory-mapped when the model is loaded again.
 
 PANELS has the bytes of all panels. INDEX has the offset, format and shape of each module's panels, and the
 length and checksum of PANELS. The mapping is read-only and shared, so that all processes that run a model
@@ -150,7 +150,7 @@ def _mapped(path: Path, entries: dict[str, Any]) -> dict[str, PanelWeights]:
     """Map a file and return its panels as views.
 
     Raises:
-        ValueError: an entry is not valid, or lies outside the file.
+        KeyError, TypeError, ValueError: an entry is not valid, or lies outside the file.
     """
     with path.open("rb") as file:
         whole = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

@@ -145,7 +145,7 @@ class GrammarState:
         for token_id in row.output_token_ids[self._num_observed :]:
             is_end = token_id in self._model.eos_token_ids
             if not self._matcher.accept(token_id) and not is_end:
-                raise OverruledError(f"token {token_id} is not in the grammar")
+                raise OverruledError(f"token {token_id} is not allowed by the grammar")
             self._num_observed += 1
         mask = self._matcher.mask()
         if mask is not None:
@@ -159,7 +159,7 @@ def grammar_of(args: GrammarArgs) -> str:
     """Return the grammar in llguidance's serialized form.
 
     Raises:
-        ParameterError: no constraint is set, or several are, the schema is not JSON, or a limit is exceeded.
+        ParameterError: not exactly one constraint is set, the schema is not JSON, or a limit is exceeded.
     """
     forms = [name for name in GrammarArgs.__struct_fields__ if getattr(args, name) not in (None, False)]
     require(

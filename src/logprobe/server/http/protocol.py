@@ -197,7 +197,7 @@ class TimedProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - uvicorn's own text
-        """Reply to an invalid request, after the replies to earlier requests."""
+        """Send 400 and close, or only close after the replies to earlier requests if any are unfinished."""
         self._bad_connections.count("an invalid HTTP request", self.client)
         self._end_after_replies(self._fault or NO_REQUEST)
 

@@ -129,7 +129,7 @@ class Workers:
         self._in_progress = InProgress(MAX_JOBS, "requests waiting to be decoded")
 
     async def read(self, job: Callable[[], T], num_bytes: int | None, caller: str = "") -> T:
-        """Run a job that reads `num_bytes` bytes; None if its time is not bounded by a size.
+        """Run a job that reads `num_bytes` bytes (None: the size does not bound its time).
 
         Small jobs run immediately on the event loop. A job that runs in a thread is not stopped if the client
         disconnects.

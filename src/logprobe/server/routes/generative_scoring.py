@@ -111,7 +111,7 @@ def _joined(
     """Return a prompt for each item; a query that is too long is rejected before it is copied."""
     limit = service.capabilities.max_model_len
     if len(query) > limit:
-        message = f"has {len(query)} tokens; at most {limit} fit into the model's context with an item"
+        message = f"has {len(query)} tokens; at most {limit} are allowed next to an item"
         raise bad_request("query", message, code="context_length_exceeded")
     return [np.concatenate([item, query] if body.item_first else [query, item]) for item in items]
 

@@ -161,7 +161,7 @@ def _read_context(
         return text, service.text.encode(text, add_special_tokens=False)
     ids, limit = as_ids(body.context or [], "context"), service.capabilities.max_model_len
     if len(ids) > limit:  # checked early, because the ids are copied for each continuation
-        message = f"has {len(ids)} tokens; at most {limit} fit into the model's context with a continuation"
+        message = f"has {len(ids)} tokens; at most {limit} are allowed before a continuation"
         raise bad_request("context", message, code="context_length_exceeded")
     return None, ids if len(ids) else service.text.prefix()
 

@@ -53,7 +53,7 @@ class TokenText:
         return self.num_chars - self._num_cut
 
     def add_prompt(self, text: str) -> str:
-        """Add reply text that the prompt already contains, and return it as valid UTF-8."""
+        """Add reply text that the prompt already contains; return it with lone surrogates replaced by `?`."""
         data = text.encode("utf-8", "replace")
         if data:
             self._ordinary.append(Bit(PROMPT, data))

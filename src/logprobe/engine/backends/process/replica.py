@@ -170,7 +170,7 @@ class Replica:
         return 0.0 if self.is_up else runtime.monotonic() - self._down_since
 
     def stalled_s(self) -> float:
-        """Return the duration of the current step plus the time without a heartbeat, in seconds."""
+        """Return the step's duration at the last heartbeat plus the time since then, in seconds."""
         pulse = self._pulse
         return 0.0 if pulse is None else pulse[1].stalled_s + self.silent_s()
 

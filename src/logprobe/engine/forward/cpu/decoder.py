@@ -232,7 +232,7 @@ class Decoder:
         self.make_room(lora)
 
     def make_room(self, lora: LoraWeights) -> None:
-        """Prepare `lora` for steps with the base weights, so that no step has to pack panels."""
+        """Combine `lora` with the base weights that it changes, so that no step has to pack panels."""
         self.loras.bind(lora, self._lora_base)
 
     def _lora_base(self, name: str) -> PanelLayer:

@@ -90,7 +90,7 @@ class GatedPanels:
 
     @property
     def is_one_pass(self) -> bool:
-        """True if one kernel can compute gates and values, because their weight formats are the same."""
+        """True if one kernel can compute the gate and up projections, which needs equal weight formats."""
         return self.values is None or self.values.form is self.gates.form
 
     def stage(self, x: Array, out: Array) -> Stage:

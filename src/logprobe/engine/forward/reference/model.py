@@ -34,10 +34,10 @@ def logits(
 
     Args:
         config: configuration of the model.
-        weights: dequantized arrays, by name in transformers' module.
+        weights: dequantized arrays by transformers' parameter names.
         token_ids: (positions,) integers.
         start: position of the first token.
-        rotary_dtype: dtype of rotary frequencies and angles; float32 gives transformers' numbers at late
+        rotary_dtype: dtype of rotary frequencies and angles; float32 matches transformers at large
             positions.
 
     Raises:

@@ -66,7 +66,7 @@ def window_of(mask: torch.Tensor | None, context_len: int) -> int | None:
     if mask is None:
         raise UnsupportedModelError("its attention gets no mask, so tokens attend to later ones")
     if mask.dtype != torch.bool:
-        raise UnsupportedModelError("its masks add to the scores (as ALiBi does) instead of hiding tokens")
+        raise UnsupportedModelError("its attention masks are additive (as in ALiBi), not boolean")
     function = getattr(mask, "logprobe_function", None)
     if function is None:
         raise UnsupportedModelError("it makes or changes its attention masks itself")

@@ -141,7 +141,7 @@ class TransformersDecoder:
         self._room.make(lora)
 
     def record_on(self, pool: KVPool, max_len: int) -> None:
-        """Do nothing, because this decoder has no recorded launches."""
+        """Do nothing, because this decoder does not use CUDA graphs."""
 
     def plan(self, pool: KVPool, batch: StepBatch) -> TensorPlan:
         """Return the attention plan of a scheduled step."""
@@ -203,7 +203,7 @@ class TransformersDecoder:
         return rows
 
     def head(self, hidden: Tensor, lora: LoraWeights | None = None) -> Tensor:
-        """Return (rows, vocabulary) float32 logits for (rows, hidden size) states; `lora` applies to all."""
+        """Return (rows, vocabulary) float32 logits of (rows, hidden size) states, all with `lora`."""
         with self.loras.only(lora, len(hidden)):
             return self._head(hidden)
 

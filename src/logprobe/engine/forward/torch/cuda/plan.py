@@ -50,7 +50,7 @@ class SpanPlan:
 
     @property
     def longest_chunk(self) -> int:
-        """0, because attention on the GPU needs no host memory."""
+        """0: only attention on a CPU has chunks, for which the engine frees host memory."""
         return 0
 
     @property
