@@ -105,7 +105,7 @@ class Comparison:
     kl_error_by_position: NDArray[np.float64] | None = field(default=None, repr=False)
     acceptance_error_by_position: NDArray[np.float64] | None = field(default=None, repr=False)
     # (num_positions, layers with experts): True if the token before the position has other experts in B than
-    # in A. None unless both models are native mixtures of as many experts and layers.
+    # in A. None unless both models are native mixtures with as many experts, experts per token and layers.
     route_changes: NDArray[np.bool_] | None = field(default=None, repr=False)
 
     @property
@@ -307,10 +307,13 @@ def compare(a: Scorer, b: Scorer, texts: Iterable[str], *, bos: bool | None = No
 
 
 def _have_alike_routes(a: Scorer, b: Scorer) -> bool:
-    """Return True if both models report expert routes, of as many experts in as many layers."""
+    """Return True if both models report expert routes of the same shape."""
     shapes = [model.engine.capabilities().shape for model in (a, b)]
-    sizes = [None if one is None else (one.num_experts, one.num_expert_layers) for one in shapes]
-    return sizes[0] == sizes[1] and all(one is not None and one.why_no_routes is None for one in shapes)
+    sizes = [
+        None if shape is None else (shape.num_experts, shape.num_expert_layers, shape.experts_per_token)
+        for shape in shapes
+    ]
+    return sizes[0] == sizes[1] and all(shape is not None and shape.why_no_routes is None for shape in shapes)
 
 
 def _route_changes(a: Scorer, b: Scorer, token_ids: IntArray) -> NDArray[np.bool_]:
