@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from fractions import Fraction
 from importlib.util import find_spec
@@ -13,9 +14,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from logprobe.analysis import Classification, FittedConfidence, calibrate
+from logprobe.analysis import Classification, FittedConfidence, calibrate, confidence
 from logprobe.analysis.confidence import FitReport, _threshold
-from logprobe.errors import InputError, MissingPackageError, ParameterError
+from logprobe.errors import InputError, MissingPackageError, OutputError, ParameterError
 from refusals import raises
 
 if TYPE_CHECKING:
@@ -179,6 +180,27 @@ def stored(**changes: Any) -> dict[str, Any]:
 
 
 CURVE = {"x": [0.1, 0.9], "y": [0.2, 0.7]}
+
+
+def test_files_that_cannot_be_read_or_written_are_named(tmp_path: Path) -> None:
+    fit = msgspec.convert(stored(), FittedConfidence)
+    for path in (tmp_path, tmp_path / "missing" / "fit.json"):
+        with pytest.raises(InputError, match=re.escape(str(path))):
+            FittedConfidence.load(path)
+        with pytest.raises(OutputError, match=re.escape(str(path))):
+            fit.save(path)
+
+
+def test_no_more_than_the_limit_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fit = msgspec.convert(stored(), FittedConfidence)
+    fit.save(tmp_path / "fit.json")
+    size = (tmp_path / "fit.json").stat().st_size
+    monkeypatch.setattr(confidence, "MAX_FILE_BYTES", size)
+    assert FittedConfidence.load(tmp_path / "fit.json") == fit
+    monkeypatch.setattr(confidence, "MAX_FILE_BYTES", size - 1)
+    for path in (tmp_path / "fit.json", "/dev/zero"):
+        with pytest.raises(InputError, match="more than"):
+            FittedConfidence.load(path)
 
 
 @pytest.mark.parametrize(

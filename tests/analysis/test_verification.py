@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -295,6 +296,14 @@ def test_no_replies_are_no_match(tiny_llm: LLM, tmp_path: Path) -> None:
         (tmp_path / "replies.json").write_text(text)
         with pytest.raises(InputError):
             verify(tiny_llm, read_replies(tmp_path / "replies.json"))
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match=re.escape(str(tmp_path))):
+        read_replies(tmp_path / "missing.json")
+    monkeypatch.setattr(verification, "MAX_FILE_BYTES", 100)
+    with pytest.raises(InputError, match="more than 100 bytes"):
+        read_replies(Path("/dev/zero"))
 
 
 def test_a_file_may_have_a_list_of_replies(replies: list[dict[str, Any]], tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from logprobe import LLM, SamplingParams
 from logprobe.analysis import activations_to_arrow, save_activations
-from logprobe.errors import ParameterError
+from logprobe.errors import OutputError, ParameterError
 from logprobe.testing import FakeForward, fake_model
 from refusals import raises
 
@@ -260,6 +261,15 @@ def test_outputs_of_other_models_are_refused(tiny_llm: LLM, tmp_path: Path) -> N
     with raises(ParameterError, parameter="outputs"):
         save_activations(tmp_path / "a.safetensors", [mine, theirs])
     save_activations(tmp_path / "a.safetensors", [theirs])
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "safetensors"])
+def test_a_file_that_cannot_be_written_is_named(tiny_llm: LLM, tmp_path: Path, suffix: str) -> None:
+    if suffix == "parquet":
+        pytest.importorskip("pyarrow")
+    path = tmp_path / "missing" / f"a.{suffix}"
+    with pytest.raises(OutputError, match=re.escape(str(path))):
+        save_activations(path, tiny_llm.generate(TEXT, LAST))
 
 
 def test_states_come_back_from_parquet(tiny_llm: LLM, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from logprobe.analysis.io.files import writing
 from logprobe.errors import ParameterError, require
 
 if TYPE_CHECKING:
@@ -123,15 +124,19 @@ def save_activations(path: str | Path, outputs: RequestOutput | Sequence[Request
     Raises:
         ParameterError: the suffix is another one, an output has no activations, or outputs have different
             models, settings or layers.
+        OutputError: the file cannot be written.
     """
     where = Path(path)
     if where.suffix == ".parquet":
         from logprobe._arrow import pq
 
-        pq.write_table(activations_to_arrow(outputs), where, compression="zstd")
+        table = activations_to_arrow(outputs)
+        with writing(where):
+            pq.write_table(table, where, compression="zstd")
         return
     if where.suffix != ".safetensors":
         raise ParameterError("path", f"must end with .safetensors or .parquet, got {where.name!r}")
+    from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
     many = _checked(outputs)
@@ -144,4 +149,8 @@ def save_activations(path: str | Path, outputs: RequestOutput | Sequence[Request
         for name, array in part.columns.items()
         if array is not None
     }
-    save_file(tensors, where, metadata=_metadata(many[0]))
+    with writing(where):
+        try:
+            save_file(tensors, where, metadata=_metadata(many[0]))
+        except SafetensorError as error:
+            raise OSError(str(error)) from error

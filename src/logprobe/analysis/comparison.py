@@ -242,15 +242,20 @@ class Comparison:
         column. `position` is the index of the word or token in its text. Token 0 has no row: it is BOS or,
         without BOS, the text's first token. For continuations in an output of `score_dataset`, position 1 is
         the first token after the context.
+
+        Raises:
+            OutputError: the file cannot be written.
         """
         from logprobe._arrow import pa, pq
+        from logprobe.analysis.io.files import writing
 
         columns: dict[str, Any] = {"text_index": self.text_indices, "position": self.positions}
         columns |= {"token_id": self.token_ids} if self.words is None else {"word": self.words}
         columns |= {"logprob_a": self.logprobs_a, "logprob_b": self.logprobs_b}
         if self.kl_by_position is not None:
             columns |= {"kl": self.kl_by_position, "is_same_best": self.is_same_best}
-        pq.write_table(pa.table(columns), path, compression="zstd")
+        with writing(path):
+            pq.write_table(pa.table(columns), path, compression="zstd")
 
     def plot(self, path: str | Path) -> None:
         """Plot both models' logprobs against each other, and a histogram of their differences.

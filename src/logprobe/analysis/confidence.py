@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from logprobe.analysis import measures
 from logprobe.analysis.classification import Classification, Confidence
+from logprobe.analysis.io.files import read_limited, writing
 from logprobe.errors import InputError, MissingPackageError, ParameterError, require
 from logprobe.records.forms.versions import Versioned, check_version
 
@@ -110,22 +111,22 @@ class FittedConfidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         return np.where(totals > 0, values / np.where(totals > 0, totals, 1), before)
 
     def save(self, path: str | Path) -> None:
-        """Write the fit to a JSON file."""
-        Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1))
+        """Write the fit to a JSON file.
+
+        Raises:
+            OutputError: the file cannot be written.
+        """
+        with writing(path):
+            Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1))
 
     @classmethod
     def load(cls, path: str | Path) -> FittedConfidence:
         """Read a file that `save` wrote.
 
         Raises:
-            InputError: the file is not a fit, or has another version.
+            InputError: the file cannot be read, is not a fit, or has another version.
         """
-        size = Path(path).stat().st_size
-        if size > MAX_FILE_BYTES:
-            raise InputError(
-                f"{path}: has {size} bytes, more than a fit can have; use a file that save() wrote"
-            )
-        data = Path(path).read_bytes()
+        data = read_limited(path, MAX_FILE_BYTES, "use a file that save() wrote")
         try:
             check_version(msgspec.json.decode(data, type=Versioned).version, VERSION, path)
             fit = msgspec.json.decode(data, type=cls)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
 import msgspec
 import numpy as np
 
+from logprobe.analysis.io.files import read_limited
 from logprobe.errors import InputError, require
 from logprobe.records.digests import NUM_BYTES, STEP, codes_of, digest_ids, read_digests
 from logprobe.records.info import LogprobsInfo  # noqa: TC001 - msgspec reads the annotation
@@ -135,11 +136,9 @@ def read_replies(path: Path) -> list[Any]:
     """Read a JSON file with one reply or a list of replies, or a file with one reply per line.
 
     Raises:
-        InputError: the file is not JSON, or is too large.
+        InputError: the file cannot be read, is not JSON, or is too large.
     """
-    if path.stat().st_size > MAX_FILE_BYTES:
-        raise InputError(f"{path}: has more than {MAX_FILE_BYTES} bytes; split it")
-    data = path.read_bytes()
+    data = read_limited(path, MAX_FILE_BYTES, "split it")
     try:
         try:
             whole = msgspec.json.decode(data)
