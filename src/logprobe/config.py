@@ -180,7 +180,7 @@ class SchedulerConfig:
     @property
     def draft_model(self) -> str | None:
         """Name of the draft model; None if there is none."""
-        return self.speculate.removeprefix(DRAFT_MODEL) if isinstance(self.speculate, str) else None
+        return self.speculate.removeprefix(DRAFT_MODEL).strip() if isinstance(self.speculate, str) else None
 
 
 @strict_keywords

@@ -6,7 +6,7 @@ import asyncio
 from contextlib import ExitStack, aclosing
 from copy import copy
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias, TypeVar
 
 from logprobe.analysis.labels import RERANK_TASK, RERANK_TEMPLATE, YES_NO
 from logprobe.analysis.progress import byte_bar, progress_bar
@@ -488,7 +488,7 @@ class Model:
     async def logit_lens(
         self,
         text: Prompt,
-        layers: Sequence[int] | None = None,
+        layers: Sequence[int] | Literal["last"] | None = None,
         *,
         logprobs: int = 5,
         add_special_tokens: bool = True,
@@ -501,17 +501,18 @@ class Model:
         Args:
             text: a text or token ids; see `generate` for the forms of a prompt.
             layers: numbers as in `SamplingParams.return_hidden_states`: 0 is the embedding, n the output of
-                layer n, and negative numbers count from the end. None: all.
+                layer n, and negative numbers count from the end; or `last`. None: all.
             logprobs: number of most likely tokens per layer and position; -1 means the whole vocabulary.
             add_special_tokens: see `generate`.
 
         Raises:
-            ParameterError: there is no such layer, the text is too long, or the engine does not report
-                hidden states.
+            ParameterError: `layers` is empty or names no layer, the text is too long, or the engine does not
+                report hidden states.
             BatchError: the request failed, for example because the model has no separate final norm.
         """
         from logprobe.analysis.lens import LogitLens
         from logprobe.engine.plan.capture import layers_of
+        from logprobe.sampling.params import layer_numbers
         from logprobe.transport.messages import Lens
 
         shape = self.engine.capabilities().shape
@@ -519,7 +520,8 @@ class Model:
             shape is not None, "layers", "this engine does not report hidden states; use the native engine"
         )
         assert shape is not None
-        asked = layers_of(range(shape.num_layers + 1) if layers is None else [*layers], shape, "layers")
+        named = range(shape.num_layers + 1) if layers is None else layer_numbers("layers", layers)
+        asked = layers_of(named, shape, "layers")
         lens = Lens(asked, logprobs)
         output = await self._client.lens(text, lens, add_special_tokens=add_special_tokens)
         return LogitLens.of(output, asked, self.text.vocabulary)
@@ -685,11 +687,10 @@ class Model:
 
         With `boundary="end"`, the probability of a word or sentence includes the end of the last word, given
         that a word begins: P(tokens) · P(the next token begins a word, or ends the text) / P(the token at the
-            word's first position begins a word). The probabilities of all words then sum to 1 (Pimentel &
-            Meister 2024,
-        https://arxiv.org/abs/2406.14561; Oh & Schuler 2024, https://arxiv.org/abs/2406.10851). A token begins
-        a word if its text begins with white space or if it is EOS. If the first token does not begin a word
-        in this sense (mostly at the beginning of a text), there is no division, as in minicons'
+        word's first position begins a word). The probabilities of all words then sum to 1 (Pimentel & Meister
+        2024, https://arxiv.org/abs/2406.14561; Oh & Schuler 2024, https://arxiv.org/abs/2406.10851). A token
+        begins a word if its text begins with white space or if it is EOS. If the first token does not begin a
+        word in this sense (mostly at the beginning of a text), there is no division, as in minicons'
         `bow_correction`. The logprobs of tokens and spans do not change.
 
         Args:

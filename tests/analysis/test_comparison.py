@@ -24,7 +24,7 @@ from logprobe.analysis import (
 from logprobe.analysis.comparison import Comparison, common_units
 from logprobe.analysis.detection import binoculars
 from logprobe.analysis.score import whole_rows
-from logprobe.errors import InputError, ParameterError
+from logprobe.errors import InputError, OutputError, ParameterError
 from refusals import raises
 
 if TYPE_CHECKING:
@@ -160,6 +160,8 @@ def test_models_of_different_tokenizers_are_compared_by_word(
 def test_positions_go_to_parquet_and_the_plot_needs_its_extra(tiny_llm: LLM, tmp_path: Path) -> None:
     found = compare(tiny_llm, tiny_llm, TEXTS)
     found.to_parquet(tmp_path / "c.parquet")
+    with pytest.raises(OutputError, match="missing"):
+        found.to_parquet(tmp_path / "missing" / "c.parquet")
     table = pq.read_table(tmp_path / "c.parquet")
     names = ["text_index", "position", "token_id", "logprob_a", "logprob_b", "kl", "is_same_best"]
     assert table.column_names == names

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import sys
+from fractions import Fraction
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +14,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from logprobe.analysis import Classification, FittedConfidence, calibrate
-from logprobe.analysis.confidence import FitReport
-from logprobe.errors import InputError, MissingPackageError, ParameterError
+from logprobe.analysis import Classification, FittedConfidence, calibrate, confidence
+from logprobe.analysis.confidence import FitReport, _threshold
+from logprobe.errors import InputError, MissingPackageError, OutputError, ParameterError
 from refusals import raises
 
 if TYPE_CHECKING:
@@ -125,6 +128,29 @@ def test_label_sets_have_their_coverage(coverage: float) -> None:
     assert coverage - 3 * error < np.mean(hits) < coverage + 1 / 11 + 3 * error
 
 
+@pytest.mark.parametrize("coverage", ["0.5", "0.8", "0.9", "0.95", "0.99"])
+def test_the_threshold_is_that_of_exact_arithmetic(coverage: str) -> None:
+    """In floating point 1 - 0.9 is less than 0.1, which gave too low thresholds for 9 and 19 answers."""
+    for num in range(1, 201):
+        shares = np.random.default_rng(num).permutation(num) / num
+        k = math.floor((num + 1) * (1 - Fraction(coverage)))
+        if k:
+            assert _threshold(shares, float(coverage)) == (k - 1) / num
+        else:
+            with raises(ParameterError, parameter="outputs"):
+                _threshold(shares, float(coverage))
+
+
+@pytest.mark.parametrize(("coverage", "least"), [(0.9, 36), (0.95, 76), (0.8, 20)])
+def test_the_least_number_of_answers_for_a_coverage_is_named(coverage: float, least: int) -> None:
+    outputs, truth = answers(least)
+    assert calibrate(outputs, truth, coverage=coverage).threshold > 0
+    if least > 20:
+        few = least - 4
+        with raises(ParameterError, parameter="outputs", match=f"at least {least}, or a lower coverage"):
+            calibrate(outputs[:few], truth[:few], coverage=coverage)
+
+
 def test_confidences_of_any_answers_are_fitted() -> None:
     pytest.importorskip("sklearn")
     random = np.random.default_rng(0)
@@ -156,6 +182,27 @@ def stored(**changes: Any) -> dict[str, Any]:
 CURVE = {"x": [0.1, 0.9], "y": [0.2, 0.7]}
 
 
+def test_files_that_cannot_be_read_or_written_are_named(tmp_path: Path) -> None:
+    fit = msgspec.convert(stored(), FittedConfidence)
+    for path in (tmp_path, tmp_path / "missing" / "fit.json"):
+        with pytest.raises(InputError, match=re.escape(str(path))):
+            FittedConfidence.load(path)
+        with pytest.raises(OutputError, match=re.escape(str(path))):
+            fit.save(path)
+
+
+def test_no_more_than_the_limit_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fit = msgspec.convert(stored(), FittedConfidence)
+    fit.save(tmp_path / "fit.json")
+    size = (tmp_path / "fit.json").stat().st_size
+    monkeypatch.setattr(confidence, "MAX_FILE_BYTES", size)
+    assert FittedConfidence.load(tmp_path / "fit.json") == fit
+    monkeypatch.setattr(confidence, "MAX_FILE_BYTES", size - 1)
+    for path in (tmp_path / "fit.json", "/dev/zero"):
+        with pytest.raises(InputError, match="more than"):
+            FittedConfidence.load(path)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -168,6 +215,12 @@ CURVE = {"x": [0.1, 0.9], "y": [0.2, 0.7]}
         {"method": "isotonic", "temperature": None, "curves": [CURVE]},
         {"method": "isotonic", "temperature": None, "curves": [CURVE, {"x": [0.9, 0.1], "y": [0, 1]}]},
         {"method": "isotonic", "temperature": None, "curves": [CURVE, {"x": [0.1], "y": [2]}]},
+        {"method": "isotonic", "temperature": None, "curves": [CURVE, {"x": [0.1, 3], "y": [0, 1]}]},
+        {"threshold": 5},
+        {"threshold": -0.1},
+        {"coverage": 0},
+        {"coverage": 1},
+        {"labels": ["a", "a"]},
         {"more": 1},
     ],
 )
@@ -178,6 +231,12 @@ def test_files_that_are_no_fits_are_refused(changes: dict[str, Any], tmp_path: P
     path.write_text(json.dumps(stored(**changes)))
     with pytest.raises(InputError):
         FittedConfidence.load(path)
+
+
+def scored(logprob: float) -> Classification:
+    """An answer with one such log-probability."""
+    logprobs = np.array([-1.0, logprob, -1.0])
+    return Classification(LABELS, logprobs, logprobs)
 
 
 @pytest.mark.parametrize(
@@ -191,6 +250,8 @@ def test_files_that_are_no_fits_are_refused(changes: dict[str, Any], tmp_path: P
         ({"outputs": [], "labels": []}, "outputs"),
         ({"outputs": [0.5] * 39 + [1.5]}, "outputs"),
         ({"outputs": [0.5] * 39 + ["x"]}, "outputs"),
+        ({"outputs": [scored(math.inf)] * 40}, "outputs"),
+        ({"outputs": [scored(math.nan)] * 40}, "outputs"),
     ],
 )
 def test_invalid_arguments_are_named(change: dict[str, Any], parameter: str) -> None:
@@ -204,6 +265,13 @@ def test_other_labels_are_refused() -> None:
     own = msgspec.convert(stored(), FittedConfidence)
     with raises(ParameterError, parameter="confidence"):
         own.apply(outputs[0])
+
+
+@pytest.mark.parametrize("answer", [scored(math.inf), scored(math.nan), 1.5, "x"])
+def test_an_answer_without_probabilities_is_refused(answer: Any) -> None:
+    own = msgspec.convert(stored(labels=[*LABELS]), FittedConfidence)
+    with raises(ParameterError, parameter="answer"):
+        own.apply(answer)
 
 
 @each_method

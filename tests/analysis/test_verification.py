@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from logprobe import LLM, SamplingParams
-from logprobe.analysis import verify
+from logprobe.analysis import verification, verify
 from logprobe.analysis.verification import TOLERANCE, read_replies
 from logprobe.cli.app import run
 from logprobe.errors import InputError, ParameterError
@@ -78,6 +79,27 @@ def test_own_replies_are_identical(tiny_llm: LLM, replies: list[dict[str, Any]])
         assert (one.num_tokens, one.num_identical, one.mean_difference) == (12, 12, 0.0)
         assert one.is_match
         assert one.has_same_version
+
+
+def test_many_choices_are_verified_in_batches(
+    tiny_llm: LLM, replies: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed = json.loads(json.dumps(replies))
+    for number, reply in enumerate(changed):
+        reply["choices"][number % 2]["digests"][number] = "00" * 16
+    want = verify(tiny_llm, changed)
+    sizes = []
+    score = LLM.score
+
+    def spy(llm: LLM, texts: Any, **more: Any) -> Any:
+        sizes.append(len(texts))
+        return score(llm, texts, **more)
+
+    monkeypatch.setattr(LLM, "score", spy)
+    monkeypatch.setattr(verification, "BATCH", 7)
+    assert verify(tiny_llm, changed) == want
+    assert sizes == [7, 7, 7, 3]
+    assert [one.num_identical for one in want[:4]] == [11, 12, 12, 11]
 
 
 @pytest.mark.parametrize(
@@ -192,6 +214,9 @@ def test_an_adapter_is_verified_with_its_version(adapter_folders: Any, tiny_mode
         reply = reply_of(llm.with_lora("wide").generate([PROMPTS[0]], params())[0])
         [found] = verify(llm, reply)
         assert found.num_identical == found.num_tokens
+        assert found.has_same_version
+        retrained = reply | {"logprobs_info": reply["logprobs_info"] | {"lora_version": "sha256:0"}}
+        assert not verify(llm, retrained)[0].has_same_version
         reply["logprobs_info"]["lora"] = None
         assert not verify(llm, reply)[0].is_match
 
@@ -226,6 +251,9 @@ def test_digests_need_raw_rows_of_their_own(asked: Any) -> None:
         {"choices": [{"index": 0, "token_ids": [5], "digests": ["zz"]}]},
         {"choices": [{"index": 0, "token_ids": [5], "digests": ["00"]}]},
         {"choices": [{"index": 0, "token_ids": [5, 6], "digests": ["00" * 16]}]},
+        {"choices": []},
+        {"choices": [{"index": 0, "token_ids": [], "digests": []}]},
+        {"choices": [{"index": 1, "token_ids": [5], "digests": ["00" * 16]}]},
         {"prompt_token_ids": None},
         {"prompt_token_ids": [5, 1 << 70]},
         {"choices": [{"index": 0, "token_ids": [-1], "digests": ["00" * 16]}]},
@@ -238,6 +266,50 @@ def test_replies_without_digests_are_refused(
 ) -> None:
     with pytest.raises(InputError):
         verify(tiny_llm, replies[0] | change)
+    with pytest.raises(InputError):
+        verify(tiny_llm, [replies[1], replies[0] | change])
+
+
+def test_reordered_choices_are_refused(tiny_llm: LLM, replies: list[dict[str, Any]]) -> None:
+    """The choices after the first of a prompt do not state their prompt."""
+    with pytest.raises(InputError):
+        verify(tiny_llm, replies[0] | {"choices": replies[0]["choices"][::-1]})
+
+
+def test_each_choice_is_verified_with_its_own_prompt(tiny_llm: LLM, replies: list[dict[str, Any]]) -> None:
+    """A reply to two prompts has the prompt's ids at the first choice of each."""
+    choices = []
+    for reply in replies[:2]:
+        first, second = json.loads(json.dumps(reply["choices"]))
+        choices += [first | {"prompt_token_ids": reply["prompt_token_ids"]}, second]
+    whole = replies[0] | {
+        "choices": [choice | {"index": index} for index, choice in enumerate(choices)],
+        "prompt_token_ids": None,
+    }
+    assert [one.num_identical for one in verify(tiny_llm, whole)] == [12] * 4
+
+
+def test_no_replies_are_no_match(tiny_llm: LLM, tmp_path: Path) -> None:
+    with pytest.raises(InputError):
+        verify(tiny_llm, [])
+    for text in ("", "\n", "[]"):
+        (tmp_path / "replies.json").write_text(text)
+        with pytest.raises(InputError):
+            verify(tiny_llm, read_replies(tmp_path / "replies.json"))
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match=re.escape(str(tmp_path))):
+        read_replies(tmp_path / "missing.json")
+    monkeypatch.setattr(verification, "MAX_FILE_BYTES", 100)
+    with pytest.raises(InputError, match="more than 100 bytes"):
+        read_replies(Path("/dev/zero"))
+
+
+def test_a_file_may_have_a_list_of_replies(replies: list[dict[str, Any]], tmp_path: Path) -> None:
+    for text in (json.dumps(replies, indent=1), "\n\n".join(map(json.dumps, replies))):
+        (tmp_path / "replies.json").write_text(text)
+        assert read_replies(tmp_path / "replies.json") == json.loads(json.dumps(replies))
 
 
 def test_the_command_verifies_files(
@@ -253,6 +325,8 @@ def test_the_command_verifies_files(
     path.write_text(json.dumps(changed))
     assert run(("verify", str(path), *model)) == 1
     assert "NO MATCH" in capsys.readouterr().out
+    path.write_text("")
+    assert run(("verify", str(path), *model)) == 1
     path.write_text("{")
     with pytest.raises(InputError):
         read_replies(Path(path))

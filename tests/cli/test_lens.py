@@ -46,6 +46,10 @@ def test_json_has_all_numbers(lens: Any, tiny_llm: LLM) -> None:
     assert found["info"]["num_logprobs"] == 2
 
 
+def test_the_last_layer_may_be_named(lens: Any) -> None:
+    assert json.loads(lens("--json", "--layers", "last").out)["layers"] == [2]
+
+
 def test_a_plot_is_saved(lens: Any, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     done = lens("--plot", str(tmp_path / "lens.svg"))

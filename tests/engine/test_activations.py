@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from logprobe import LLM, SamplingParams
 from logprobe.analysis import activations_to_arrow, save_activations
-from logprobe.errors import ParameterError
+from logprobe.errors import OutputError, ParameterError
 from logprobe.testing import FakeForward, fake_model
+from refusals import raises
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -206,9 +209,18 @@ def test_a_lens_is_drawn_and_written(tiny_llm: LLM, tmp_path: Path) -> None:
     assert [len(row["top_logprobs"]) for row in first["predictions"]] == [2, 2]
     with pytest.raises(ParameterError, match="1 or more"):
         tiny_llm.logit_lens(TEXT, logprobs=0).plot()
-    with pytest.raises(ParameterError) as caught:
-        tiny_llm.logit_lens(TEXT, [5])
-    assert caught.value.parameter == "layers"
+
+
+@pytest.mark.parametrize("layers", [[5], [], [1.5], "first", [1, 1], [2, -1], 7])
+def test_the_lens_of_a_layer_that_is_not_there_is_refused(tiny_llm: LLM, layers: Any) -> None:
+    with raises(ParameterError, parameter="layers"):
+        tiny_llm.logit_lens(TEXT, layers)
+
+
+def test_the_last_layer_may_be_named(tiny_llm: LLM) -> None:
+    lens = tiny_llm.logit_lens(TEXT, "last")
+    assert lens.layers == (2,)
+    np.testing.assert_array_equal(lens.logprobs, tiny_llm.logit_lens(TEXT, [-1]).logprobs)
 
 
 # -- files ---------------------------------------------------------------------------------------------------
@@ -225,6 +237,39 @@ def test_states_come_back_from_their_files(tiny_llm: LLM, tmp_path: Path) -> Non
     assert len(tensors) == 6
     with pytest.raises(ParameterError, match="must end with"):
         save_activations(tmp_path / "a.txt", outputs)
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "safetensors"])
+@pytest.mark.parametrize(
+    "change",
+    [{"return_hidden_states": [0, 1]}, {"return_hidden_states": [2, 1, 0]}, {"logprobs": 2}],
+)
+def test_outputs_of_other_layers_or_settings_are_refused(
+    tiny_llm: LLM, tmp_path: Path, change: dict[str, Any], suffix: str
+) -> None:
+    if suffix == "parquet":
+        pytest.importorskip("pyarrow")
+    outputs = tiny_llm.generate([TEXT] * 2, [ALL, replace(ALL, **change)])
+    with raises(ParameterError, parameter="outputs"):
+        save_activations(tmp_path / f"a.{suffix}", outputs)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_outputs_of_other_models_are_refused(tiny_llm: LLM, tmp_path: Path) -> None:
+    mine, theirs = tiny_llm.generate([TEXT] * 2, ALL)
+    theirs.info = msgspec.structs.replace(theirs.info, weight_version="another")
+    with raises(ParameterError, parameter="outputs"):
+        save_activations(tmp_path / "a.safetensors", [mine, theirs])
+    save_activations(tmp_path / "a.safetensors", [theirs])
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "safetensors"])
+def test_a_file_that_cannot_be_written_is_named(tiny_llm: LLM, tmp_path: Path, suffix: str) -> None:
+    if suffix == "parquet":
+        pytest.importorskip("pyarrow")
+    path = tmp_path / "missing" / f"a.{suffix}"
+    with pytest.raises(OutputError, match=re.escape(str(path))):
+        save_activations(path, tiny_llm.generate(TEXT, LAST))
 
 
 def test_states_come_back_from_parquet(tiny_llm: LLM, tmp_path: Path) -> None:

@@ -231,5 +231,6 @@ def test_names_of_what_drafts() -> None:
         True,
         False,
     ]
-    assert EngineConfig(speculate="model:a/b").scheduler_config.draft_model == "a/b"
+    for name in ("model:a/b", "model:  a/b "):
+        assert EngineConfig(speculate=name).scheduler_config.draft_model == "a/b"
     assert EngineConfig(speculate=True).scheduler_config.draft_model is None

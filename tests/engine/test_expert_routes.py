@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import shutil
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -92,6 +93,18 @@ def test_a_comparison_counts_the_positions_that_change_route(mixture: LLM, mixtu
     assert not found.route_changes[:, 0].any()
     assert found.changed_routes == found.route_changes[:, 1].mean() > 0.3
     assert found.to_dict()["changed_routes"] == found.changed_routes
+
+
+def test_models_with_other_numbers_of_experts_per_token_have_no_such_figure(
+    mixture: LLM, mixture_folder: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(mixture_folder, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_experts_per_tok": 1}))
+    with LLM(str(folder), kv_cache_memory_bytes=1 << 21) as other:
+        found = compare(mixture, other, [TEXT])
+    assert found.changed_routes is None
+    assert found.kl_by_position is not None
 
 
 def test_a_model_without_experts_has_no_such_figure(tiny_llm: LLM) -> None:

@@ -50,18 +50,29 @@ def spoil(folder: Path, **changes: Any) -> None:
         {"exclude_modules": ENDLESS},
         {"rank_pattern": {ENDLESS: 4}},
         {"alpha_pattern": {ENDLESS: 4}},
+        {"layers_pattern": ENDLESS, "layers_to_transform": [0]},
+        {"layers_pattern": ["nothing", ENDLESS], "layers_to_transform": [0]},
+        {"modules_to_save": [ENDLESS]},
+        {"rank_pattern": {f"nothing.{number}": 4 for number in range(100_000)}},
+        {"alpha_pattern": {f"nothing.{number}": 4 for number in range(100_000)}},
     ],
-    ids=lambda changes: next(iter(changes)),
+    ids=lambda changes: str(changes)[:60],
 )
-def test_a_pattern_that_never_ends_is_refused(
+def test_patterns_that_never_end_are_refused(
     folder: Path, changes: dict[str, Any], modules: ModelModules, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "PATTERN_LIMIT_S", 1)
+    monkeypatch.setattr(module, "PATTERN_LIMIT_S", 0.5)
     spoil(folder, **changes)
     start = time.monotonic()
     with pytest.raises(UnsupportedModelError, match="patterns take longer"):
         load_lora("x", folder, modules)
     assert time.monotonic() - start < 60
+
+
+def test_many_patterns_are_read_within_the_limit(folder: Path, modules: ModelModules) -> None:
+    """One pattern per module, as tools write that choose each module's rank, of a model with 700 modules."""
+    spoil(folder, rank_pattern={f"layers.{number}.x": 4 for number in range(700)})
+    assert load_lora("x", folder, modules).parts
 
 
 def test_a_pattern_that_ends_still_chooses_modules(folder: Path, modules: ModelModules) -> None:
@@ -93,6 +104,7 @@ def test_a_broken_header_is_refused(folder: Path, data: bytes, modules: ModelMod
     [
         {"target_modules": "("},
         {"target_modules": 3},
+        {"layers_pattern": "(layers)", "layers_to_transform": [0]},
         {"r": -1},
         {"r": 10**9},
         {"r": "x"},

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from logprobe.analysis.io.files import writing
 from logprobe.errors import ParameterError, require
 
 if TYPE_CHECKING:
@@ -52,7 +53,8 @@ def activations_to_arrow(outputs: RequestOutput | Sequence[RequestOutput]) -> pa
     `LogprobsInfo` (`logprobe.info`) and the requested layers (`logprobe.layers`) as JSON.
 
     Raises:
-        ParameterError: an output has no activations, or they have different shapes.
+        ParameterError: an output has no activations, or outputs have different models, settings, layers or
+            shapes.
     """
     from logprobe._arrow import pa
 
@@ -71,7 +73,7 @@ def activations_to_arrow(outputs: RequestOutput | Sequence[RequestOutput]) -> pa
         arrays = [part.columns[name] for _, part in parts]
         if any(array is not None for array in arrays):
             table[name] = _nested(name, arrays, lengths)
-    return pa.table(table).replace_schema_metadata(_metadata(many))
+    return pa.table(table).replace_schema_metadata(_metadata(many[0]))
 
 
 def _nested(name: str, arrays: Sequence[Any], lengths: Sequence[int]) -> Any:
@@ -96,12 +98,15 @@ def _checked(outputs: RequestOutput | Sequence[RequestOutput]) -> list[RequestOu
     many = [outputs] if isinstance(outputs, RequestOutput) else [*outputs]
     remedy = "have no activations; set return_hidden_states or return_routed_experts"
     require(many and all(any(True for _ in _parts(output)) for output in many), "outputs", remedy)
+    first = _metadata(many[0])
+    is_one_kind = all(_metadata(output) == first for output in many)
+    require(is_one_kind, "outputs", "have different models, settings or layers; save one file for each")
     return many
 
 
-def _metadata(outputs: Sequence[RequestOutput]) -> dict[str, str]:
+def _metadata(output: RequestOutput) -> dict[str, str]:
     found = {}
-    info, params = outputs[0].info, outputs[0].params
+    info, params = output.info, output.params
     if info is not None:
         found[INFO_KEY] = info.to_json()
     if params is not None and params.return_hidden_states is not None:
@@ -117,16 +122,21 @@ def save_activations(path: str | Path, outputs: RequestOutput | Sequence[Request
     `prompt` or the index of the completion. `.parquet` has the table of `activations_to_arrow`.
 
     Raises:
-        ParameterError: the suffix is another one, or an output has no activations.
+        ParameterError: the suffix is another one, an output has no activations, or outputs have different
+            models, settings or layers.
+        OutputError: the file cannot be written.
     """
     where = Path(path)
     if where.suffix == ".parquet":
         from logprobe._arrow import pq
 
-        pq.write_table(activations_to_arrow(outputs), where, compression="zstd")
+        table = activations_to_arrow(outputs)
+        with writing(where):
+            pq.write_table(table, where, compression="zstd")
         return
     if where.suffix != ".safetensors":
         raise ParameterError("path", f"must end with .safetensors or .parquet, got {where.name!r}")
+    from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
     many = _checked(outputs)
@@ -139,4 +149,8 @@ def save_activations(path: str | Path, outputs: RequestOutput | Sequence[Request
         for name, array in part.columns.items()
         if array is not None
     }
-    save_file(tensors, where, metadata=_metadata(many))
+    with writing(where):
+        try:
+            save_file(tensors, where, metadata=_metadata(many[0]))
+        except SafetensorError as error:
+            raise OSError(str(error)) from error

@@ -105,7 +105,7 @@ class Comparison:
     kl_error_by_position: NDArray[np.float64] | None = field(default=None, repr=False)
     acceptance_error_by_position: NDArray[np.float64] | None = field(default=None, repr=False)
     # (num_positions, layers with experts): True if the token before the position has other experts in B than
-    # in A. None unless both models are native mixtures of as many experts and layers.
+    # in A. None unless both models are native mixtures with as many experts, experts per token and layers.
     route_changes: NDArray[np.bool_] | None = field(default=None, repr=False)
 
     @property
@@ -242,15 +242,20 @@ class Comparison:
         column. `position` is the index of the word or token in its text. Token 0 has no row: it is BOS or,
         without BOS, the text's first token. For continuations in an output of `score_dataset`, position 1 is
         the first token after the context.
+
+        Raises:
+            OutputError: the file cannot be written.
         """
         from logprobe._arrow import pa, pq
+        from logprobe.analysis.io.files import writing
 
         columns: dict[str, Any] = {"text_index": self.text_indices, "position": self.positions}
         columns |= {"token_id": self.token_ids} if self.words is None else {"word": self.words}
         columns |= {"logprob_a": self.logprobs_a, "logprob_b": self.logprobs_b}
         if self.kl_by_position is not None:
             columns |= {"kl": self.kl_by_position, "is_same_best": self.is_same_best}
-        pq.write_table(pa.table(columns), path, compression="zstd")
+        with writing(path):
+            pq.write_table(pa.table(columns), path, compression="zstd")
 
     def plot(self, path: str | Path) -> None:
         """Plot both models' logprobs against each other, and a histogram of their differences.
@@ -307,10 +312,13 @@ def compare(a: Scorer, b: Scorer, texts: Iterable[str], *, bos: bool | None = No
 
 
 def _have_alike_routes(a: Scorer, b: Scorer) -> bool:
-    """Return True if both models report expert routes, of as many experts in as many layers."""
+    """Return True if both models report expert routes of the same shape."""
     shapes = [model.engine.capabilities().shape for model in (a, b)]
-    sizes = [None if one is None else (one.num_experts, one.num_expert_layers) for one in shapes]
-    return sizes[0] == sizes[1] and all(one is not None and one.why_no_routes is None for one in shapes)
+    sizes = [
+        None if shape is None else (shape.num_experts, shape.num_expert_layers, shape.experts_per_token)
+        for shape in shapes
+    ]
+    return sizes[0] == sizes[1] and all(shape is not None and shape.why_no_routes is None for shape in shapes)
 
 
 def _route_changes(a: Scorer, b: Scorer, token_ids: IntArray) -> NDArray[np.bool_]:

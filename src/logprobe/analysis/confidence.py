@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from logprobe.analysis import measures
 from logprobe.analysis.classification import Classification, Confidence
+from logprobe.analysis.io.files import read_limited, writing
 from logprobe.errors import InputError, MissingPackageError, ParameterError, require
 from logprobe.records.forms.versions import Versioned, check_version
 
@@ -31,9 +32,10 @@ VERSION: Final = 1
 METHODS: Final = ("temperature", "isotonic")
 MIN_ANSWERS: Final = 20
 MAX_FILE_BYTES: Final = 16 << 20
-LEAST_LOGPROB: Final = -700.0  # nats; replaces -inf, which has no temperature
+MIN_LOGPROB: Final = -700.0  # nats; replaces -inf, which has no temperature
 TEMPERATURES: Final = (0.01, 100.0)
 BISECTIONS: Final = 60
+ROUNDING: Final = 1e-9  # bounds rounding errors of a coverage: 1 - 0.9 is slightly less than 0.1
 ANSWERS: Final = ("right", "wrong")
 """Labels of answers that are given as confidences."""
 
@@ -87,7 +89,7 @@ class FittedConfidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         Raises:
             ParameterError: the answer has other labels than the fit, or is not a number in [0, 1].
         """
-        labels, logprobs = _read_answer(answer)
+        labels, logprobs = _read_answer(answer, "answer")
         self.check_labels(labels)
         [shares] = self._shares(logprobs[None])
         label_set = tuple(name for name, share in zip(labels, shares, strict=True) if share >= self.threshold)
@@ -95,8 +97,8 @@ class FittedConfidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     def check_labels(self, labels: tuple[str, ...]) -> None:
         """Raise `ParameterError` if the labels are not those of the fit, in their order."""
-        has_same = labels == self.labels
-        require(has_same, "confidence", f"was fitted for the labels {[*self.labels]}, got {[*labels]}")
+        fitted = f"was fitted for the labels {[*self.labels]}, got {[*labels]}"
+        require(labels == self.labels, "confidence", f"{fitted}; give the same labels in the same order")
 
     def _shares(self, logprobs: Floats) -> Floats:
         """Return fitted probabilities, (N, L)."""
@@ -109,22 +111,22 @@ class FittedConfidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         return np.where(totals > 0, values / np.where(totals > 0, totals, 1), before)
 
     def save(self, path: str | Path) -> None:
-        """Write the fit to a JSON file."""
-        Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1))
+        """Write the fit to a JSON file.
+
+        Raises:
+            OutputError: the file cannot be written.
+        """
+        with writing(path):
+            Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1))
 
     @classmethod
     def load(cls, path: str | Path) -> FittedConfidence:
         """Read a file that `save` wrote.
 
         Raises:
-            InputError: the file is not a fit, or has another version.
+            InputError: the file cannot be read, is not a fit, or has another version.
         """
-        size = Path(path).stat().st_size
-        if size > MAX_FILE_BYTES:
-            raise InputError(
-                f"{path}: has {size} bytes, more than a fit can have; use a file that save() wrote"
-            )
-        data = Path(path).read_bytes()
+        data = read_limited(path, MAX_FILE_BYTES, "use a file that save() wrote")
         try:
             check_version(msgspec.json.decode(data, type=Versioned).version, VERSION, path)
             fit = msgspec.json.decode(data, type=cls)
@@ -145,10 +147,12 @@ class FittedConfidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         has_curves = all(
             len(curve.x) == len(curve.y) > 0
             and all(a < b for a, b in zip(curve.x, curve.x[1:], strict=False))
-            and all(0 <= value <= 1 for value in curve.y)
+            and all(0 <= value <= 1 for value in (*curve.x, *curve.y))
             for curve in self.curves
         )
-        return has_curves and len(self.labels) > 1 and len(self.curves) in {0, len(self.labels)}
+        has_labels = len({*self.labels}) == len(self.labels) > 1
+        is_set = 0 <= self.threshold <= 1 and 0 < self.coverage < 1
+        return has_curves and has_labels and is_set and len(self.curves) in {0, len(self.labels)}
 
 
 def calibrate(
@@ -174,8 +178,9 @@ def calibrate(
 
     Raises:
         MissingPackageError: scikit-learn is not installed, which `isotonic` needs.
-        ParameterError: there are fewer than 20 outputs, the outputs have different labels, a label is
-            unknown, or all true labels are equal.
+        ParameterError: there are fewer than 20 outputs or too few for the coverage (0.9 needs about 36), the
+            outputs have different labels, a label is unknown, or all true labels in the half that is fitted
+            are equal (the half depends on `seed`).
 
     Example:
         ```python
@@ -188,7 +193,7 @@ def calibrate(
     require(len(outputs) == len(labels), "labels", f"has {len(labels)} for {len(outputs)} outputs")
     is_enough = len(outputs) >= MIN_ANSWERS
     require(is_enough, "outputs", f"has {len(outputs)} answers; give at least {MIN_ANSWERS}")
-    read = [_read_answer(output) for output in outputs]
+    read = [_read_answer(output, "outputs") for output in outputs]
     names = read[0][0]
     is_one_task = all(own == names for own, _ in read)
     require(is_one_task, "outputs", "have different labels; fit each task separately")
@@ -225,17 +230,18 @@ def calibrate(
     return msgspec.structs.replace(fit, threshold=limit, report=report)
 
 
-def _read_answer(answer: Answer) -> tuple[tuple[str, ...], Floats]:
+def _read_answer(answer: Answer, name: str) -> tuple[tuple[str, ...], Floats]:
     """Return labels and their log-probabilities, (L,) nats, which are finite and need not be normalized."""
     if isinstance(answer, Classification):
         logprobs = np.asarray(answer.corrected, np.float64)
-        require(not np.isnan(logprobs).any(), "outputs", "have log-probabilities that are not numbers")
-        return answer.labels, np.maximum(logprobs, LEAST_LOGPROB)
+        is_finite = not (np.isnan(logprobs) | np.isposinf(logprobs)).any()
+        require(is_finite, name, "must have log-probabilities that are finite or -inf; leave the others out")
+        return answer.labels, np.maximum(logprobs, MIN_LOGPROB)
     is_share = isinstance(answer, float | int | np.floating) and 0 <= answer <= 1
-    require(is_share, "outputs", "must be results of classify, or confidences in [0, 1]", got=answer)
+    require(is_share, name, "must be results of classify, or confidences in [0, 1]", got=answer)
     with np.errstate(divide="ignore"):
         logprobs = np.array([np.log(answer), np.log1p(-answer)])
-    return ANSWERS, np.maximum(logprobs, LEAST_LOGPROB)
+    return ANSWERS, np.maximum(logprobs, MIN_LOGPROB)
 
 
 def _place(label: str | bool, names: tuple[str, ...]) -> int:
@@ -288,8 +294,12 @@ def _threshold(shares: Floats, coverage: float) -> float:
     Of n + 1 exchangeable answers, the true label's probability of the last one is below the k-th lowest of
     the others with probability k / (n + 1) at most.
     """
-    k = math.floor((len(shares) + 1) * (1 - coverage))
-    return float(np.sort(shares)[k - 1]) if k else 0.0
+    num = len(shares) + 1
+    k = num - math.ceil(num * coverage - ROUNDING)
+    needed = 4 * (math.ceil(1 / (1 - coverage) - ROUNDING) - 1)  # a quarter sets the threshold
+    few = f"are too few for a coverage of {coverage}; give at least {needed}, or a lower coverage"
+    require(k > 0, "outputs", few)
+    return float(np.sort(shares)[k - 1])
 
 
 def _report(before: Floats, after: Floats, truth: npt.NDArray[Any], threshold: float) -> FitReport:

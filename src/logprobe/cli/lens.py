@@ -6,7 +6,7 @@ import json
 import math
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import typer
 
@@ -33,7 +33,7 @@ def lens(
         str | None,
         _lens(
             help="Layer numbers separated by commas: 0 is the embedding, n the output of layer n, -1 the "
-            "last. Default: all in JSON and plots, some in the table."
+            "last; or `last`. Default: all in JSON and plots, some in the table."
         ),
     ] = None,
     top: Annotated[int, _lens(help="Most likely tokens per layer after the last token.")] = 5,
@@ -70,12 +70,14 @@ def lens(
             _print_table(found)
 
 
-def _numbers(layers: str) -> list[int]:
+def _numbers(layers: str) -> list[int] | Literal["last"]:
+    if layers == "last":
+        return "last"
     try:
         return [int(layer) for layer in layers.split(",")]
     except ValueError as error:
         raise typer.BadParameter(
-            f"must be layer numbers separated by commas, got {layers!r}", param_hint="--layers"
+            f"must be 'last' or layer numbers separated by commas, got {layers!r}", param_hint="--layers"
         ) from error
 
 

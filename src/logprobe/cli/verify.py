@@ -16,7 +16,11 @@ from logprobe.cli.options import JsonOption, ModelFlags
 def verify(
     file: Annotated[
         Path,
-        typer.Argument(help="JSON file with one reply, or with one per line.", exists=True, dir_okay=False),
+        typer.Argument(
+            help="JSON file with a reply or a list of replies, or with one reply per line.",
+            exists=True,
+            dir_okay=False,
+        ),
     ],
     *,
     tolerance: Annotated[

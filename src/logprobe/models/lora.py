@@ -11,10 +11,8 @@ import hashlib
 import json
 import math
 import time
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
@@ -308,10 +306,10 @@ def load_lora(name: str, path: str | Path, modules: ModelModules, number: int = 
     folder = resolved_folder(path)
     check_files(name, folder)
     config = _read_config(name, folder)
-    _check_patterns(name, config, modules)
+    patterns = _Patterns()
     try:
-        targets = _targets(config, modules)
-        file = _File(name, _read_weights(name, folder), config, targets)
+        targets = _targets(config, modules, patterns)
+        file = _File(name, _read_weights(name, folder), config, targets, patterns)
         lora = LoraWeights(name, str(folder), number, {}, {}, modules.embedding, modules.head)
         file.check_sizes(modules)
         file.check_saved(modules)
@@ -319,10 +317,43 @@ def load_lora(name: str, path: str | Path, modules: ModelModules, number: int = 
             file.add_part_(lora, module_name, modules)
     except (regex.error, RecursionError) as error:
         raise UnsupportedModelError(f"lora {name!r}: has an invalid pattern: {error}") from error
+    except TimeoutError as error:
+        raise UnsupportedModelError(
+            f"lora {name!r}: its patterns take longer than {PATTERN_LIMIT_S} s to match; list "
+            "module names instead"
+        ) from error
     file.check_used()
     if modules.is_tied:
         _tie_(lora, config)
     return lora
+
+
+class _Patterns:
+    """Match regular expressions, which may take `PATTERN_LIMIT_S` together.
+
+    Catastrophic backtracking might never end, and there may be any number of patterns.
+    """
+
+    def __init__(self) -> None:
+        self._seconds_left = float(PATTERN_LIMIT_S)
+        self._compiled: dict[str, regex.Pattern[str]] = {}
+
+    def match(self, pattern: str, text: str, *, whole: bool = False) -> regex.Match[str] | None:
+        """Match the start of a text, or the whole text.
+
+        Raises:
+            TimeoutError: the matches have taken too long.
+        """
+        if self._seconds_left <= 0:
+            raise TimeoutError
+        start = time.monotonic()
+        try:
+            if pattern not in self._compiled:
+                self._compiled[pattern] = regex.compile(pattern)
+            compiled = self._compiled[pattern]
+            return (compiled.fullmatch if whole else compiled.match)(text, timeout=self._seconds_left)
+        finally:
+            self._seconds_left -= time.monotonic() - start
 
 
 class _Config(msgspec.Struct, kw_only=True):
@@ -341,10 +372,10 @@ class _Config(msgspec.Struct, kw_only=True):
     rank_pattern: dict[str, Annotated[int, msgspec.Meta(gt=0)]] | None = None
     alpha_pattern: dict[str, float] | None = None
 
-    def rank_and_scale(self, module_name: str) -> tuple[int, float]:
+    def rank_and_scale(self, module_name: str, patterns: _Patterns) -> tuple[int, float]:
         """Return the rank of a module's matrices, and the factor of their product."""
-        rank = _by_pattern(self.rank_pattern or {}, module_name, self.r)
-        alpha = _by_pattern(self.alpha_pattern or {}, module_name, self.lora_alpha)
+        rank = _by_pattern(self.rank_pattern or {}, module_name, self.r, patterns)
+        alpha = _by_pattern(self.alpha_pattern or {}, module_name, self.lora_alpha, patterns)
         return rank, alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     def saves(self, module_name: str) -> bool:
@@ -395,26 +426,28 @@ def _read_weights(name: str, folder: Path) -> dict[str, Array]:
         return {key.removeprefix(PREFIX): tensor.read().astype(np.float32) for key, tensor in stored.items()}
 
 
-def _by_pattern(values: Mapping[str, Any], module_name: str, default: Any) -> Any:
+def _by_pattern(values: Mapping[str, Any], module_name: str, default: Any, patterns: _Patterns) -> Any:
     """Return the value of the first pattern that matches the end of a module's name."""
     for pattern, value in values.items():
-        if regex.match(rf"(.*\.)?({pattern})$", module_name):
+        if patterns.match(rf"(.*\.)?({pattern})$", module_name):
             return value
     return default
 
 
-def _targets(config: _Config, modules: ModelModules) -> set[str]:
+def _targets(config: _Config, modules: ModelModules, patterns: _Patterns) -> set[str]:
     """Return the names of the modules for which peft makes low-rank matrices."""
-    names = {*modules.linear, modules.embedding}
     wanted = config.target_modules
     if isinstance(wanted, str) and wanted.lower() == ALL_LINEAR:
-        return {name for name in modules.linear if name != modules.head and not _is_left_out(config, name)}
-    return {name for name in names if _is_target(config, name) and not _is_left_out(config, name)}
+        names = {name for name in modules.linear if name != modules.head}
+    else:
+        every = {*modules.linear, modules.embedding}
+        names = {name for name in every if _is_target(config, name, patterns)}
+    return {name for name in names if not _is_left_out(config, name, patterns)}
 
 
-def _is_target(config: _Config, name: str) -> bool:
+def _is_target(config: _Config, name: str, patterns: _Patterns) -> bool:
     if isinstance(config.target_modules, str):
-        return regex.fullmatch(config.target_modules, name) is not None
+        return patterns.match(config.target_modules, name, whole=True) is not None
     wanted = config.target_modules or ()
     if name in wanted:
         return True
@@ -423,46 +456,28 @@ def _is_target(config: _Config, name: str) -> bool:
     layers = config.layers_to_transform
     if layers is None or layers == []:
         return True
-    patterns = config.layers_pattern
-    if isinstance(patterns, str):
-        patterns = [patterns] if patterns else []
-    found = None if patterns else regex.match(r".*?\.[^.]*\.(\d+)\.", name)
-    for pattern in patterns or ():
-        found = found or regex.match(rf"(?:^|.*?\.){pattern}\.(\d+)\.", name)
-    return found is not None and int(found[1]) in ([layers] if isinstance(layers, int) else layers)
+    parents = config.layers_pattern
+    if isinstance(parents, str):
+        parents = [parents] if parents else []
+    found = None if parents else patterns.match(r".*?\.[^.]*\.(\d+)\.", name)
+    for parent in parents or ():
+        found = found or patterns.match(rf"(?:^|.*?\.){parent}\.(\d+)\.", name)
+    if found is None:
+        return False
+    if not (found[1] or "").isdecimal():
+        raise regex.error("layers_pattern has a group")
+    return int(found[1]) in ([layers] if isinstance(layers, int) else layers)
 
 
-def _is_left_out(config: _Config, name: str) -> bool:
+def _is_left_out(config: _Config, name: str, patterns: _Patterns) -> bool:
     excluded = config.exclude_modules or []
     if isinstance(excluded, str):
-        if regex.fullmatch(excluded, name):
+        if patterns.match(excluded, name, whole=True):
             return True
     elif any(name == end or name.endswith(f".{end}") for end in excluded):
         return True
-    return any(regex.match(rf"(^|.*\.){saved}($|\..*)", name) for saved in config.modules_to_save or ())
-
-
-def _check_patterns(name: str, config: _Config, modules: ModelModules) -> None:
-    """Reject regular expressions in the configuration that take too long, by matching all module names.
-
-    Catastrophic backtracking might never end. `regex` matches as `re` does, but within a time limit.
-    """
-    given = (config.target_modules, config.exclude_modules, config.layers_pattern)
-    patterns = [pattern for pattern in given if isinstance(pattern, str)]
-    for listed in (config.layers_pattern, config.modules_to_save):
-        patterns += listed if isinstance(listed, list) else []
-    patterns += [*(config.rank_pattern or ()), *(config.alpha_pattern or ())]
-    deadline = time.monotonic() + PATTERN_LIMIT_S
-    try:
-        for pattern, module_name in product(patterns, [*modules.linear, modules.embedding]):
-            with suppress(regex.error, RecursionError):  # reported when the pattern is used
-                for match, tried in ((regex.fullmatch, pattern), (regex.match, rf"(.*\.)?({pattern})$")):
-                    match(tried, module_name, timeout=max(deadline - time.monotonic(), 1e-3))
-    except TimeoutError as error:
-        raise UnsupportedModelError(
-            f"lora {name!r}: its patterns take longer than {PATTERN_LIMIT_S} s to match; list "
-            "module names instead"
-        ) from error
+    saved = config.modules_to_save or ()
+    return any(patterns.match(rf"(^|.*\.){module}($|\..*)", name) for module in saved)
 
 
 def _tie_(lora: LoraWeights, config: _Config) -> None:
@@ -482,9 +497,15 @@ class _File:
     """The tensors in an adapter file, each of which must be used for one module."""
 
     def __init__(
-        self, name: str, weights: dict[str, Array], config: _Config, targets: Collection[str]
+        self,
+        name: str,
+        weights: dict[str, Array],
+        config: _Config,
+        targets: Collection[str],
+        patterns: _Patterns,
     ) -> None:
         self._name, self._weights, self._config, self._targets = name, weights, config, targets
+        self._patterns = patterns
         self._unused = set(weights)
         self.owners = {_owner(key) for key in weights}  # names of the modules that the tensors belong to
 
@@ -540,7 +561,7 @@ class _File:
         self, module_name: str, num_inputs: int, num_outputs: int, *, is_embedding: bool
     ) -> tuple[Array, Array, Array | None]:
         """Return down, up times the scale, and the LoRA bias times the scale (None if there is none)."""
-        rank, scale = self._config.rank_and_scale(module_name)
+        rank, scale = self._config.rank_and_scale(module_name, self._patterns)
         names = EMBEDDING_MATRICES if is_embedding else MATRICES
         down = self._take(f"{module_name}{names[0]}", (rank, num_inputs))
         up = self._take(f"{module_name}{names[1]}", (num_outputs, rank))

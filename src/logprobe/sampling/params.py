@@ -190,7 +190,7 @@ class SamplingParams:
             if type(value) not in PLAIN_TYPES:
                 normal[name] = _plain(name, value)
         if self.return_hidden_states is not None:
-            normal["return_hidden_states"] = _layers("return_hidden_states", self.return_hidden_states)
+            normal["return_hidden_states"] = layer_numbers("return_hidden_states", self.return_hidden_states)
         if self.routed_experts is not None:
             normal["routed_experts"] = ExpertRoutes.of("routed_experts", self.routed_experts)
         if self.logit_bias is not None:
@@ -329,7 +329,7 @@ def _float(name: str, value: Any) -> float:
     return float(value)
 
 
-def _layers(name: str, value: Any) -> Literal["last"] | tuple[int, ...]:
+def layer_numbers(name: str, value: Any) -> Literal["last"] | tuple[int, ...]:
     """Convert `value` to `last` or to a tuple of layer numbers.
 
     Raises:

@@ -400,8 +400,6 @@ def read_confidences(settings: ServerSettings) -> dict[str, FittedConfidence]:
         name, _, path = setting.partition("=")
         try:
             fits[name] = FittedConfidence.load(path)
-        except OSError as error:
-            raise ParameterError("confidence", f"cannot read {path}: {error.strerror or error}") from error
         except InputError as error:
             raise ParameterError("confidence", str(error)) from error
     return fits

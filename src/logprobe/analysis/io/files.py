@@ -7,6 +7,7 @@ import math
 import os
 import sys
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from logprobe.errors import InputError, LogprobeError, OutputError
@@ -15,7 +16,6 @@ from logprobe.records.forms.finite import finite_fields
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 _MESSAGE_CHARS = 300  # pyarrow's messages may be pages long
 
@@ -36,6 +36,19 @@ def reading(path: str | Path, remedy: str = "use another file") -> Iterator[None
     except _unreadable() as error:
         reason = " ".join(str(getattr(error, "strerror", None) or error).split())
         raise InputError(f"{path}: cannot be read ({reason:.{_MESSAGE_CHARS}}); {remedy}") from error
+
+
+def read_limited(path: str | Path, max_bytes: int, remedy: str) -> bytes:
+    """Return the content of a file, or of a pipe or device, of at most `max_bytes`.
+
+    Raises:
+        InputError: it cannot be read, or has more bytes.
+    """
+    with reading(path), Path(path).open("rb") as file:
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise InputError(f"{path}: has more than {max_bytes} bytes; {remedy}")
+    return data
 
 
 @contextmanager
