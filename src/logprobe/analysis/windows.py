@@ -2,8 +2,8 @@
 
 How `encode_pieces` works: consecutive pieces of text overlap, and both pieces usually have the same sequence
 of tokens in the overlap. The earlier piece's tokens before that sequence, followed by the later piece's
-tokens from the sequence on, equal the tokens of the whole text, because text can change only the tokens that
-end a few characters before it.
+tokens from the sequence on, equal the tokens of the whole text, because text that follows a token changes it
+only if the token ends at most a few characters before.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def print_tokens(rows: Sequence[TokenRow], num_top: int, *, first: int = 0) -> N
     """Print one line per token: position, token, logprob and entropy in nats, rank, alternatives.
 
     `first` is the position of the first row; the header is printed only if it is 0. On a terminal,
-    alternatives take as many lines as they need; if it is narrow, they are printed below their token.
+    alternatives take as many lines as they need; on a narrow one, they are printed below their token.
     """
     screen = console()
     if screen.is_terminal:

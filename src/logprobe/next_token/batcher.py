@@ -36,7 +36,7 @@ class LoopBatch(Generic[T]):
 
 @final
 class LoopBatches(Generic[T]):
-    """Collect items per event loop, and call `hand_over` with them, in order, at the end of the iteration."""
+    """Collect items per event loop, and call `hand_over` with them, in order, at the end of its iteration."""
 
     def __init__(self, hand_over: Callable[[list[T]], None]) -> None:
         self._hand_over = hand_over

@@ -433,7 +433,7 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
     def outside_top_logprob(self) -> Array:
         """Log of the total probability outside the k tokens of `top_entries`, (T,) float32 in nats.
 
-        The chosen token makes no difference. NaN for positions without a prediction.
+        The chosen token is treated like any other. NaN for positions without a prediction.
         """
         return self._logs_outside_top(with_chosen=False)
 

@@ -50,7 +50,7 @@ class Tokens:
         return table
 
     def is_special(self, token_id: int) -> bool:
-        """Return True for a special token, which texts leave out."""
+        """Return True for a special token, which does not appear in texts."""
         return token_id in self.edge.special_token_ids
 
     def show(self, token_id: int) -> str:

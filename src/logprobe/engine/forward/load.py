@@ -49,7 +49,7 @@ def make_ready(
         files: configuration, tokenizer and weights.
         dtype: dtype of hidden states and logits; None: float32, or bfloat16 for the transformers decoder on a
             GPU.
-        device: `cpu`, `cuda` or `cuda:N`; a GPU is the current one of this thread.
+        device: `cpu`, `cuda` or `cuda:N`; a GPU must be this thread's current device.
         weights: `auto`, `checkpoint` or `plain`.
         state: weights to use instead of those in `files`, by parameter name; nothing is stored for later
             loads.

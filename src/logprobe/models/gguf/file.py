@@ -81,7 +81,7 @@ class GgufFile:
         return found
 
     def own_keys(self) -> set[str]:
-        """Return the keys that begin with the architecture's name, with this name removed but not the dot."""
+        """Return the keys that begin with the architecture's name, without this name but with the dot."""
         prefix = f"{self.architecture}."
         return {"." + key.removeprefix(prefix) for key in self._keys if key.startswith(prefix)}
 
