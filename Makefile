@@ -158,7 +158,7 @@ ON_VLLM := tests/engine/backends tests/integrations/vllm tests/next_token tests/
 .PHONY: test-vllm
 test-vllm: $(VENV)/.base  ## the vLLM engine on this CPU: the suite of every engine and what is vLLM's own, in vLLM's environment
 	$(BIN)/python benchmarks/rivals/install.py vllm
-	PYTHONPATH=src .rivals/vllm/bin/python -m pytest -q --durations 40 -o filterwarnings=default -m vllm $(ON_VLLM)
+	PYTHONPATH=src .rivals/vllm/bin/python -m pytest -q -n 2 --dist loadfile --durations 40 -o filterwarnings=default -m vllm $(ON_VLLM)
 	PYTHONPATH=src .rivals/vllm/bin/python -m pytest -q -o filterwarnings=default -m vllm tests/integrations/genlm/test_genlm.py
 
 .PHONY: test-uncertainty
