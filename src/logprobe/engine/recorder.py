@@ -128,7 +128,7 @@ class Recorder:
     def _add_row(self, delta: Delta, drawn: Drawn, step: StepDeltas) -> None:
         row, chunk, index = drawn
         sample = row.sample
-        if not row.is_right:
+        if not row.is_used:
             return
         if row.error is not None:
             sample.fail(row.error)

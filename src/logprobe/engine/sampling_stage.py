@@ -115,7 +115,7 @@ class SamplingStage:
         )
         if any(asked.explain for asked in params):
             output = output.to_host()  # explanations cover the tokens listed in the rows
-        self._note_processed(chunk, logits, changed, output)
+        self._set_errors_and_effects(chunk, logits, changed, output)
         output.whole_rows.update(_whole_rows(chunk, logits))
         return output
 
@@ -124,7 +124,7 @@ class SamplingStage:
         has_active = any(row.sample.active is not None for row in chunk)
         return self.pipeline.apply(logits[: self._num_seen]) if has_active else None
 
-    def _note_processed(
+    def _set_errors_and_effects(
         self, chunk: list[SampleRow], logits: Rows, run: ProcessedRows | None, output: SampledRows
     ) -> None:
         """Set `error` on rows whose processors failed, and `effects` on the others if requested."""

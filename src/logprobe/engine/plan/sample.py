@@ -303,7 +303,7 @@ class SampleRow:
         return int(self.sample.slots[self.position - 1])
 
     @property
-    def is_right(self) -> bool:
+    def is_used(self) -> bool:
         """True if all drafts before this row were accepted, so that the row's sampled token is used."""
         sample = self.sample
         if sample.is_finished or sample.num_tokens != self.position:

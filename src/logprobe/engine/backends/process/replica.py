@@ -216,7 +216,7 @@ class Replica:
         delay_s = FIRST_DELAY_S
         while True:
             began = runtime.monotonic()
-            reason, was_up = self._live()
+            reason, was_up = self._run_process()
             if self._is_closed.is_set() or not self.ready.done():
                 break
             if not was_up:
@@ -239,7 +239,7 @@ class Replica:
             self._ended = reason
         self._end_all(reason)
 
-    def _live(self) -> tuple[LogprobeError, bool]:
+    def _run_process(self) -> tuple[LogprobeError, bool]:
         """Start a process and monitor it until it ends.
 
         Returns:
