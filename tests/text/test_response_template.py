@@ -193,6 +193,7 @@ INVALID = [
     ({**ANCHOR, "fields": {"a": {"open_pattern": "("}}}, "not a regular expression"),
     ({**ANCHOR, "fields": {"a": {"content": "yaml"}}}, "unknown content"),
     ({**ANCHOR, "fields": {"a": {"join": "x"}}}, "repeats"),
+    ({**ANCHOR, "fields": {"a": {"join": 1, "repeats": True}}}, "join must be a text"),
     ({**ANCHOR, "fields": {"a": {"transform": {"b": "{content} and"}}}}, "mixes"),
     ({**ANCHOR, "fields": {"a": {"transform_each": True}}}, "transform_each"),
     ({**ANCHOR, "fields": {"a": {"open_pattern": "(?P<name>x)"}}}, "named groups name"),

@@ -45,7 +45,11 @@ class GenlmNames(EngineLM[ArrayT], Generic[ArrayT]):
         known = {loaded_from, None}
         if loaded_from is not None and lora_path is not None and str(lora_path) not in known:
             is_same = str(resolved_folder(lora_path)) == loaded_from
-            require(is_same, "lora_path", f"{lora_name!r} was loaded from {loaded_from}, not {lora_path}")
+            require(
+                is_same,
+                "lora_path",
+                f"{lora_name!r} was loaded from {loaded_from}; use that path or another name",
+            )
         super().set_lora(lora_name)
 
 

@@ -93,8 +93,8 @@ class AsyncVirtualLM(EngineLM[torch.Tensor]):
             `engine_options()`, any `vllm.LLM` that runs in this process (`VLLM_ENABLE_V1_MULTIPROCESSING=0`),
             or an open `logprobe.LLM`. The caller keeps the ownership: `close` leaves the engine running and
             sets this attribute to None, so that vLLM frees the engine when its owner deletes it.
-        logprobs_capture: gets the rows of each result. In vLLM's in-process mode it is also added to vLLM's
-            logits processors until `close`, where it gets the rows of each step with random sampling.
+        logprobs_capture: gets the rows of each result. In vLLM's in-process mode it is also one of vLLM's
+            logits processors until `close`, and gets the rows of each step with random sampling.
         cache_size: maximum number of rows in the LRU cache; 0 disables the cache.
         cache_opts: genlm-backend's `move_to_cpu`, which has no effect here.
         batch_size: number of pending requests at which an idle engine starts a step immediately.
@@ -159,7 +159,7 @@ class AsyncVirtualLM(EngineLM[torch.Tensor]):
             settings: `cache_size`, `cache_opts`, `batch_size` and `timeout`.
 
         Raises:
-            MissingPackageError: vLLM is not installed; an `ImportError`.
+            MissingPackageError: vLLM is not installed; a subclass of `ImportError`.
             ModelError: the model cannot be loaded.
             ParameterError: an invalid setting, or an option that vLLM rejects.
         """
@@ -190,7 +190,7 @@ class AsyncVirtualLM(EngineLM[torch.Tensor]):
         """Return options for an engine that this class can use, as in `vllm.LLM(**options)`.
 
         Raises:
-            MissingPackageError: vLLM is not installed; an `ImportError`.
+            MissingPackageError: vLLM is not installed; a subclass of `ImportError`.
             ModelError: the model cannot be loaded.
             ParameterError: an option is unknown or cannot be set.
         """

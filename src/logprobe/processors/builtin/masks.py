@@ -212,7 +212,7 @@ def _no_tokenizer(word: str) -> tuple[tuple[int, ...], ...]:
 
 @final
 class LogitBiasLogitsProcessor(LogitsProcessor):
-    """Adds `logit_bias` (a map from token id to nats) to the logits; a masked token stays masked."""
+    """Adds `logit_bias` (token id → bias, nats) to the logits; a masked token stays masked."""
 
     Args = LogitBiasArgs
     keeps_state = False

@@ -128,8 +128,10 @@ def _field(name: str, settings: object) -> TemplateField:
     if not isinstance(settings.get("content_args", {}), Mapping):
         raise _invalid(f"{where}content_args must be an object")
     join = settings.get("join")
-    if join is not None and not (isinstance(join, str) and settings.get("repeats")):
-        raise _invalid(f"{where}join must be a text, and requires repeats: true")
+    if join is not None and not isinstance(join, str):
+        raise _invalid(f"{where}join must be a text, got {type(join).__name__}")
+    if join is not None and not settings.get("repeats"):
+        raise _invalid(f"{where}join requires repeats: true; set it, or leave join out")
     opened = _marker(settings, "open", "open_pattern", where)
     closed = _marker(settings, "close", "close_pattern", where)
     transform, each = settings.get("transform"), settings.get("transform_each", False)
