@@ -88,6 +88,19 @@ def test_rows_for_distillation() -> None:
     check_parquet(table.schema.metadata, "the file")
 
 
+def test_activations() -> None:
+    path = FOLDER / "activations-1.parquet"
+    table, [output] = pq.read_table(path), golden.activations()
+    check_parquet(table.schema.metadata, "the file")
+    assert table.schema.metadata[FORMAT_KEY] == b"activations/1"
+    assert LogprobsInfo.from_json(table.schema.metadata[b"logprobe.info"]) == golden.INFO
+    assert json.loads(table.schema.metadata[b"logprobe.layers"]) == "last"
+    assert table["token_id"].to_pylist() == [1, 2, 3]
+    assert table["completion"].to_pylist() == [None, None, 0]
+    assert table["hidden_states"].to_pylist()[2] == output.outputs[0].hidden_states[0].tolist()
+    assert table["routed_experts"].to_pylist()[:2] == output.prompt_routed_experts.tolist()
+
+
 def test_a_baseline() -> None:
     with closing(BaselineReader(FOLDER / "baseline-1.lpkl")) as reader:
         [run] = reader.runs()

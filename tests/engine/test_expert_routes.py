@@ -73,7 +73,7 @@ def test_routes_are_the_same_in_every_engine(
 def test_a_comparison_counts_the_positions_that_change_route(mixture: LLM, mixture_folder: Path) -> None:
     texts = [TEXT, "a dog and a cat"]
     same = compare(mixture, mixture, texts)
-    assert same.changed_routes == 0
+    assert same.changed_route_share == 0
     with LLM(str(mixture_folder), kv_cache_memory_bytes=1 << 21) as other:
         forward = other.engine.core.engine.forward  # type: ignore[attr-defined]
         state = {name: value.copy() for name, value in forward.decoder.state().items()}
@@ -91,8 +91,8 @@ def test_a_comparison_counts_the_positions_that_change_route(mixture: LLM, mixtu
     np.testing.assert_array_equal(found.route_changes, np.concatenate(want))
     assert found.route_changes.shape == (found.num_positions, 2)
     assert not found.route_changes[:, 0].any()
-    assert found.changed_routes == found.route_changes[:, 1].mean() > 0.3
-    assert found.to_dict()["changed_routes"] == found.changed_routes
+    assert found.changed_route_share == found.route_changes[:, 1].mean() > 0.3
+    assert found.to_dict()["changed_route_share"] == found.changed_route_share
 
 
 def test_models_with_other_numbers_of_experts_per_token_have_no_such_figure(
@@ -103,12 +103,12 @@ def test_models_with_other_numbers_of_experts_per_token_have_no_such_figure(
     (folder / "config.json").write_text(json.dumps(config | {"num_experts_per_tok": 1}))
     with LLM(str(folder), kv_cache_memory_bytes=1 << 21) as other:
         found = compare(mixture, other, [TEXT])
-    assert found.changed_routes is None
+    assert found.changed_route_share is None
     assert found.kl_by_position is not None
 
 
 def test_a_model_without_experts_has_no_such_figure(tiny_llm: LLM) -> None:
-    assert compare(tiny_llm, tiny_llm, [TEXT]).changed_routes is None
+    assert compare(tiny_llm, tiny_llm, [TEXT]).changed_route_share is None
     with pytest.raises(ParameterError, match="no experts") as caught:
         tiny_llm.generate(TEXT, PARAMS)
     assert caught.value.parameter == "return_routed_experts"

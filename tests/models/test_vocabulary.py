@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -188,6 +189,24 @@ def test_a_piece_outside_the_byte_alphabet_is_as_it_is_written() -> None:
     vocabulary = Vocabulary.from_tokenizer(backend)
     assert vocabulary.token_bytes(0) == b" a"
     assert vocabulary.token_text(1) == "深" == backend.decode([1])
+
+
+@pytest.mark.parametrize("is_in_alphabet", [True, False], ids=["alphabet", "any"])
+def test_byte_level_pieces_are_those_of_a_loop_over_their_characters(is_in_alphabet: bool) -> None:
+    """Pieces of one and two characters from U+0000 to U+017F, beside GPT-2's table of characters."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    shifted = [byte for byte in range(256) if byte not in plain]
+    table = {chr(byte): byte for byte in plain} | {chr(256 + n): byte for n, byte in enumerate(shifted)}
+    characters = [*table] if is_in_alphabet else [chr(code) for code in range(0x180)]
+    pieces = [*characters, *map("".join, product(characters, characters[::7]))]
+
+    def want(piece: str) -> bytes:
+        return bytes(map(table.__getitem__, piece)) if {*piece} <= {*table} else piece.encode()
+
+    backend = Tokenizer(models.WordLevel({piece: number for number, piece in enumerate(pieces)}, pieces[0]))
+    backend.decoder = decoders.ByteLevel()
+    vocabulary = Vocabulary.from_tokenizer(backend)
+    assert [*map(vocabulary.token_bytes, range(len(pieces)))] == [*map(want, pieces)]
 
 
 def test_byte_level_pieces_are_read_alike_alone_and_together() -> None:

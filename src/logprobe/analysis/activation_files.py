@@ -10,6 +10,7 @@ import numpy as np
 
 from logprobe.analysis.io.files import writing
 from logprobe.errors import ParameterError, require
+from logprobe.records.forms.versions import parquet_metadata
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
     from logprobe._arrow import pa
     from logprobe.engine.request import RequestOutput
 
-INFO_KEY: Final = "logprobe.info"
-LAYERS_KEY: Final = "logprobe.layers"
+INFO_KEY: Final = b"logprobe.info"
+LAYERS_KEY: Final = b"logprobe.layers"
 COLUMNS: Final = {"hidden_states": "prompt_hidden_states", "routed_experts": "prompt_routed_experts"}
 """Column, and attribute of completions → attribute of `RequestOutput` with the prompt's values."""
 
@@ -73,7 +74,7 @@ def activations_to_arrow(outputs: RequestOutput | Sequence[RequestOutput]) -> pa
         arrays = [part.columns[name] for _, part in parts]
         if any(array is not None for array in arrays):
             table[name] = _nested(name, arrays, lengths)
-    return pa.table(table).replace_schema_metadata(_metadata(many[0]))
+    return pa.table(table).replace_schema_metadata(parquet_metadata("activations") | _metadata(many[0]))
 
 
 def _nested(name: str, arrays: Sequence[Any], lengths: Sequence[int]) -> Any:
@@ -104,14 +105,14 @@ def _checked(outputs: RequestOutput | Sequence[RequestOutput]) -> list[RequestOu
     return many
 
 
-def _metadata(output: RequestOutput) -> dict[str, str]:
-    found = {}
+def _metadata(output: RequestOutput) -> dict[bytes, bytes]:
+    metadata = {}
     info, params = output.info, output.params
     if info is not None:
-        found[INFO_KEY] = info.to_json()
+        metadata[INFO_KEY] = info.to_json().encode()
     if params is not None and params.return_hidden_states is not None:
-        found[LAYERS_KEY] = json.dumps(params.return_hidden_states)
-    return found
+        metadata[LAYERS_KEY] = json.dumps(params.return_hidden_states).encode()
+    return metadata
 
 
 def save_activations(path: str | Path, outputs: RequestOutput | Sequence[RequestOutput]) -> None:
@@ -149,8 +150,9 @@ def save_activations(path: str | Path, outputs: RequestOutput | Sequence[Request
         for name, array in part.columns.items()
         if array is not None
     }
+    metadata = {key.decode(): value.decode() for key, value in _metadata(many[0]).items()}
     with writing(where):
         try:
-            save_file(tensors, where, metadata=_metadata(many[0]))
+            save_file(tensors, where, metadata=metadata)
         except SafetensorError as error:
             raise OSError(str(error)) from error

@@ -109,7 +109,7 @@ class Comparison:
     route_changes: NDArray[np.bool_] | None = field(default=None, repr=False)
 
     @property
-    def changed_routes(self) -> float | None:
+    def changed_route_share(self) -> float | None:
         """Share of positions whose prediction uses other experts in B than in A, in any layer.
 
         The position's own token does not count, but the token before it, from which it is predicted.
@@ -218,7 +218,7 @@ class Comparison:
             "kl_error": self.kl_error,
             "missing_mass": self.missing_mass,
             "agreement": self.agreement,
-            "changed_routes": self.changed_routes,
+            "changed_route_share": self.changed_route_share,
             "delta": self.delta.to_dict(),
             "bias": self.bias,
             "ratio": None if ratios is None else Spread.of(ratios).to_dict(),
@@ -301,12 +301,12 @@ def compare(a: Scorer, b: Scorer, texts: Iterable[str], *, bos: bool | None = No
         has_routes = _have_alike_routes(a, b)
         parts: list[TokenPart] = []
         changes = []
-        for one in sequences(a, texts, bos):
-            parts += _token_parts(a, b, one)
+        for tokens in sequences(a, texts, bos):
+            parts += _token_parts(a, b, tokens)
             if has_routes:
-                changes.append(_route_changes(a, b, one.token_ids[:-1]))
-        found = of_tokens(parts)
-        return replace(found, route_changes=np.concatenate(changes)) if changes else found
+                changes.append(_route_changes(a, b, tokens.token_ids[:-1]))
+        comparison = of_tokens(parts)
+        return replace(comparison, route_changes=np.concatenate(changes)) if changes else comparison
     texts = list(texts)
     return _of_words([*zip(surprisal(a, texts, bos=bos), surprisal(b, texts, bos=bos), strict=True)])
 

@@ -77,7 +77,7 @@ class FittedConfidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     version: int
     labels: tuple[str, ...]
     method: Method
-    coverage: float  # asked: probability that `label_set` has the true label
+    coverage: float  # requested probability that `label_set` has the true label
     threshold: float  # fitted probability from which a label is in `label_set`
     temperature: float | None = None
     curves: tuple[Curve, ...] = ()  # by label, with the method "isotonic"
@@ -105,7 +105,7 @@ class FittedConfidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         if self.temperature is not None:
             return _softmax(logprobs / self.temperature)
         before = _softmax(logprobs)
-        columns = [np.interp(before[:, place], curve.x, curve.y) for place, curve in enumerate(self.curves)]
+        columns = [np.interp(before[:, label], curve.x, curve.y) for label, curve in enumerate(self.curves)]
         values = np.stack(columns, axis=1)
         totals = values.sum(axis=1, keepdims=True)
         return np.where(totals > 0, values / np.where(totals > 0, totals, 1), before)
@@ -198,7 +198,7 @@ def calibrate(
     is_one_task = all(own == names for own, _ in read)
     require(is_one_task, "outputs", "have different labels; fit each task separately")
     require(len(names) > 1, "outputs", "have one label; there is nothing to fit")
-    truth = np.array([_place(label, names) for label in labels])
+    truth = np.array([_index(label, names) for label in labels])
     logprobs = np.stack([own for _, own in read])
     order = np.random.default_rng(seed).permutation(len(truth))
     first, second = len(order) // 2, 3 * len(order) // 4
@@ -244,7 +244,7 @@ def _read_answer(answer: Answer, name: str) -> tuple[tuple[str, ...], Floats]:
     return ANSWERS, np.maximum(logprobs, MIN_LOGPROB)
 
 
-def _place(label: str | bool, names: tuple[str, ...]) -> int:
+def _index(label: str | bool, names: tuple[str, ...]) -> int:
     if isinstance(label, bool | np.bool_) and names == ANSWERS:
         return 0 if label else 1
     if label not in names:
@@ -266,7 +266,7 @@ def _temperature(logprobs: Floats, truth: npt.NDArray[Any]) -> float:
     """
     rows = logprobs - logprobs.max(axis=1, keepdims=True)
     right = rows[np.arange(len(truth)), truth]
-    low, high = (math.log(1 / one) for one in TEMPERATURES[::-1])
+    low, high = (math.log(1 / temperature) for temperature in TEMPERATURES[::-1])
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
         expected = (_softmax(rows * math.exp(middle)) * rows).sum(axis=1)
@@ -282,8 +282,8 @@ def _curves(shares: Floats, truth: npt.NDArray[Any]) -> tuple[Curve, ...]:
         raise MissingPackageError("isotonic needs scikit-learn; pip install 'logprobe[eval]'") from error
 
     curves = []
-    for place in range(shares.shape[1]):
-        fit = IsotonicRegression(y_min=0, y_max=1, out_of_bounds="clip").fit(shares[:, place], truth == place)
+    for label in range(shares.shape[1]):
+        fit = IsotonicRegression(y_min=0, y_max=1, out_of_bounds="clip").fit(shares[:, label], truth == label)
         curves.append(Curve(tuple(fit.X_thresholds_.tolist()), tuple(fit.y_thresholds_.tolist())))
     return tuple(curves)
 

@@ -74,8 +74,8 @@ class LogitLens:
             position: index of the token in the text; negative ones count from the end.
         """
         record = self.records[self.layers.index(layer)]
-        place = range(len(self.token_ids))[position]
-        entries = record[place : place + 1].top_entries()
+        start = range(len(self.token_ids))[position]
+        entries = record[start : start + 1].top_entries()
         texts = map(self.table.token_text, entries.token_ids.tolist())
         return list(zip(texts, entries.logprobs.tolist(), strict=True))
 
@@ -85,13 +85,13 @@ class LogitLens:
         def named(token_id: int) -> dict[str, Any]:
             return {"token_id": token_id, "token": self.table.token_text(token_id)}
 
-        def row(place: int, layer: int) -> dict[str, Any]:
-            top = self.records[place][layer : layer + 1].top_entries()
+        def row(index: int, position: int) -> dict[str, Any]:
+            top = self.records[index][position : position + 1].top_entries()
             return {
-                "layer": self.layers[place],
-                "logprob": finite_value(float(logprobs[place, layer])),
-                "rank": int(ranks[place, layer]),
-                "entropy": finite_value(float(entropy[place, layer])),
+                "layer": self.layers[index],
+                "logprob": finite_value(float(logprobs[index, position])),
+                "rank": int(ranks[index, position]),
+                "entropy": finite_value(float(entropy[index, position])),
                 "top_logprobs": [
                     named(token_id) | {"logprob": logprob}
                     for token_id, logprob in zip(top.token_ids.tolist(), finite(top.logprobs), strict=True)
@@ -104,7 +104,7 @@ class LogitLens:
             "tokens": [
                 named(token_id)
                 | {"target": named(target)}
-                | {"predictions": [row(place, position) for place in range(len(self.layers))]}
+                | {"predictions": [row(index, position) for index in range(len(self.layers))]}
                 for position, (token_id, target) in enumerate(zip(self.token_ids, self.targets, strict=True))
             ],
         }

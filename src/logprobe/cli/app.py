@@ -58,11 +58,11 @@ def make_app(names: Iterable[str] = COMMANDS) -> typer.Typer:
     )
     app.callback()(root)
     for name in names:
-        found = resolve_name(COMMANDS[name])
-        if isinstance(found, typer.Typer):
-            app.add_typer(found)
+        command = resolve_name(COMMANDS[name])
+        if isinstance(command, typer.Typer):
+            app.add_typer(command)
         else:
-            app.command(cls=_class_of(name))(with_groups(found))
+            app.command(cls=_class_of(name))(with_groups(command))
     return app
 
 
@@ -123,9 +123,9 @@ def _exit_now(ended: list[int]) -> None:
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run the command line on `arguments` (by default, the process's arguments); return the exit code."""
-    given = sys.argv[1:] if arguments is None else arguments
+    words = sys.argv[1:] if arguments is None else arguments
     # With an option before the command, or none that exists, the parser needs all of them.
-    names = given[:1] if given and given[0] in COMMANDS else COMMANDS
+    names = words[:1] if words and words[0] in COMMANDS else COMMANDS
     root_command = typer.main.get_command(make_app(names))
     try:
         code: int | None = root_command.main(args=arguments, prog_name="logprobe", standalone_mode=False)
@@ -159,7 +159,10 @@ def _say_wrong_use(error: typer.TyperException) -> None:
     context: Any = getattr(error, "ctx", None)
     if getattr(error, "possibilities", None):  # of an option that does not exist
         shown = {
-            flag for one in context.command.params if not getattr(one, "hidden", False) for flag in one.opts
+            flag
+            for option in context.command.params
+            if not getattr(option, "hidden", False)
+            for flag in option.opts
         }
         error.possibilities = [flag for flag in error.possibilities if flag in shown]  # type: ignore[attr-defined]
     message = error.format_message()

@@ -55,19 +55,19 @@ def lens(
     """
     refuse_vocabulary(top, "--top")
     require(top >= 1 or top == -1, "top", f"must be 1 or more, or -1 (whole vocabulary), got {top}")
-    asked = None if layers is None else _numbers(layers)
+    numbers = None if layers is None else _numbers(layers)
     source = source_of(file, text)
     with model.open() as llm:
-        if asked is None and not (as_json or plot):
-            asked = _spread(llm)
+        if numbers is None and not (as_json or plot):
+            numbers = _spread(llm)
         with naming(text="--text", layers="--layers", prompt_logprobs="--top"):
-            found = llm.logit_lens("".join(source.parts), asked, logprobs=top)
+            result = llm.logit_lens("".join(source.parts), numbers, logprobs=top)
         if plot is not None:
-            found.plot().save(plot)
+            result.plot().save(plot)
         if as_json:
-            typer.echo(json.dumps(found.to_dict() | {"info": info_dict(llm, found.info)}))
+            typer.echo(json.dumps(result.to_dict() | {"info": info_dict(llm, result.info)}))
         elif plot is None:
-            _print_table(found)
+            _print_table(result)
 
 
 def _numbers(layers: str) -> list[int] | Literal["last"]:
@@ -87,31 +87,31 @@ def _spread(llm: LLM) -> list[int] | None:
     if shape is None:
         return None
     last = shape.num_layers
-    return sorted({round(last * place / (DEFAULT_COLUMNS - 1)) for place in range(DEFAULT_COLUMNS)})
+    return sorted({round(last * step / (DEFAULT_COLUMNS - 1)) for step in range(DEFAULT_COLUMNS)})
 
 
-def _print_table(found: LogitLens) -> None:
+def _print_table(result: LogitLens) -> None:
     def shown(token_id: int) -> str:
-        return visible([*found.table.token_bytes(token_id)])
+        return visible([*result.table.token_bytes(token_id)])
 
-    tops = [record.top_entries() for record in found.records]
-    header = ["#", "token", *(f"layer {layer}" for layer in found.layers)]
+    tops = [record.top_entries() for record in result.records]
+    header = ["#", "token", *(f"layer {layer}" for layer in result.layers)]
     lines = [
-        [str(place), shown(token_id), *(shown(int(top.token_ids[top.offsets[place]])) for top in tops)]
-        for place, token_id in enumerate(found.token_ids)
+        [str(position), shown(token_id), *(shown(int(top.token_ids[top.offsets[position]])) for top in tops)]
+        for position, token_id in enumerate(result.token_ids)
     ]
     typer.echo(table([header, *lines], is_left=[False, *[True] * (len(header) - 1)]))
     typer.echo()
-    own = shown(found.targets[-1])
+    own = shown(result.targets[-1])
     details = [["layer", f"rank of {own}", "entropy", "most likely after the last token"]]
-    for place, layer in enumerate(found.layers):
+    for index, layer in enumerate(result.layers):
         likely = "  ".join(
-            f"{json.dumps(text, ensure_ascii=False)} {share:.3f}" for text, share in _shares(found, layer)
+            f"{json.dumps(text, ensure_ascii=False)} {share:.3f}" for text, share in _shares(result, layer)
         )
-        rank, entropy = found.ranks[place, -1], found.entropy[place, -1]
+        rank, entropy = result.ranks[index, -1], result.entropy[index, -1]
         details.append([str(layer), str(rank), f"{entropy:.3f}", likely])
     print_facts(details)
 
 
-def _shares(found: LogitLens, layer: int) -> list[tuple[str, float]]:
-    return [(text, math.exp(logprob)) for text, logprob in found.top(layer, -1)]
+def _shares(result: LogitLens, layer: int) -> list[tuple[str, float]]:
+    return [(text, math.exp(logprob)) for text, logprob in result.top(layer, -1)]

@@ -40,13 +40,13 @@ def verify(
     """
     replies = read_replies(file)
     with model.open() as llm:
-        found = verify_replies(llm, replies, tolerance=tolerance)
-    for one in found:
+        results = verify_replies(llm, replies, tolerance=tolerance)
+    for result in results:
         if as_json:
             from logprobe.analysis.io.files import json_line
 
-            typer.echo(json_line(asdict(one) | {"is_match": one.is_match}))
+            typer.echo(json_line(asdict(result) | {"is_match": result.is_match}))
         else:
-            typer.echo(str(one))
-    if not all(one.is_match for one in found):
+            typer.echo(str(result))
+    if not all(result.is_match for result in results):
         raise typer.Exit(1)

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from logprobe.analysis import DataSettings
+from logprobe import SamplingParams
+from logprobe.analysis import DataSettings, save_activations
 from logprobe.analysis.auditing.report import VERSION as AUDIT_VERSION
 from logprobe.analysis.auditing.report import AuditReport, Errors, Evidence, Finding
 from logprobe.analysis.baseline.file import VERSION as BASELINE_VERSION
@@ -94,6 +95,26 @@ def _rollouts(path: Path) -> None:
     write_rollouts(path, [SimpleNamespace(request_id="r", prompt_token_ids=[1, 2], outputs=[completion])])
 
 
+def activations() -> list[Any]:
+    """An output with hidden states and expert routes of two prompt tokens and a generated one."""
+    states, routes = (
+        np.arange(6, dtype=np.float32).reshape(3, 1, 2),
+        np.arange(6, dtype=np.uint8).reshape(3, 2, 1),
+    )
+    completion = SimpleNamespace(index=0, token_ids=[3], hidden_states=states[2:], routed_experts=routes[2:])
+    return [
+        SimpleNamespace(
+            request_id="r",
+            prompt_token_ids=[1, 2],
+            prompt_hidden_states=states[:2],
+            prompt_routed_experts=routes[:2],
+            outputs=[completion],
+            info=INFO,
+            params=SamplingParams(return_hidden_states="last"),
+        )
+    ]
+
+
 def _distillation(path: Path) -> None:
     schema = distillation_schema("parquet", 64, has_turns=False)
     with parquet_writer(path, schema, INFO.to_json().encode()) as write:
@@ -141,6 +162,9 @@ FILES: dict[str, Callable[[Path], object]] = {
     f"dataset-{PARQUET_VERSION['dataset']}.parquet": _dataset,
     f"unfinished-{JOURNAL_VERSION}.parquet.parts": _unfinished,
     f"distillation-{PARQUET_VERSION['distillation']}.parquet": _distillation,
+    f"activations-{PARQUET_VERSION['activations']}.parquet": lambda path: save_activations(
+        path, activations()
+    ),
     f"baseline-{BASELINE_VERSION}.lpkl": _baseline,
     f"audit-{AUDIT_VERSION}.json": _audit,
 }

@@ -3,6 +3,9 @@ from __future__ import annotations
 import json
 import re
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import jsonschema
@@ -14,7 +17,8 @@ from logprobe.config import EngineConfig
 from logprobe.errors import ParameterError
 from logprobe.processors import GrammarLogitsProcessor, ModelFacts
 from logprobe.processors.arguments import GrammarArgs
-from logprobe.processors.builtin.grammar import MAX_GRAMMAR_PARTS, grammar_of
+from logprobe.processors.builtin import grammar
+from logprobe.processors.builtin.grammar import MAX_GRAMMAR_PARTS, byte_tokenizer, grammar_of
 from logprobe.processors.builtin.matchers import LlguidanceMatcher, allowed_tokens
 from logprobe.text.edge import TextEdge
 from refusals import raises
@@ -54,6 +58,27 @@ def test_only_tokens_that_keep_within_the_regex_are_left(
             after = run(one, [row("x", args, output=output)])
             assert np.flatnonzero(np.isfinite(after[0])).tolist() == allowed
             assert np.array_equal(after[0, allowed], logits(1)[0, allowed])
+
+
+def test_requests_on_several_threads_share_one_tokenizer(
+    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processor, made = make(GrammarLogitsProcessor), []
+    start = threading.Barrier(4)
+
+    def slow(model: ModelFacts) -> Any:
+        made.append(model)
+        time.sleep(0.05)
+        return byte_tokenizer(model)
+
+    def check(regex: str) -> None:
+        start.wait()
+        processor.check_args(GrammarArgs(regex=regex))
+
+    monkeypatch.setattr(grammar, "byte_tokenizer", slow)
+    with ThreadPoolExecutor(4) as pool:
+        [*pool.map(check, ["a", "b", "c", "d"])]
+    assert len(made) == 1
 
 
 def test_a_token_outside_the_grammar_is_an_error(

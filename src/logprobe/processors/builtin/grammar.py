@@ -70,10 +70,11 @@ class GrammarLogitsProcessor(MaskLogitsProcessor):
         self._model: ModelFacts | None = None
         self._states: dict[RowKey, GrammarState] = {}
         self._masks: list[tuple[int, NDArray[np.bool_]]] = []
-        # guards the next two attributes, since requests are checked on other threads
-        self._lock = threading.Lock()
+        # Requests are checked on other threads. Grammars are compiled without a lock.
+        self._templates_lock = threading.Lock()
         self._templates: LRUCache[Any, Any] = LRUCache(MAX_COMPILED)
-        self._tokenizer: Any = None
+        self._tokenizer_lock = threading.Lock()
+        self._tokenizer: Any = None  # built for the first grammar
 
     def bind(self, model: ModelFacts) -> None:
         """Receive the model's tokens."""
@@ -107,14 +108,15 @@ class GrammarLogitsProcessor(MaskLogitsProcessor):
         assert self._model is not None, "bind comes first"
         return GrammarState(self.matcher(row.args), self._model)
 
-    @cachedmethod(attrgetter("_templates"), lock=attrgetter("_lock"))
+    @cachedmethod(attrgetter("_templates"), lock=attrgetter("_templates_lock"))
     def _template(self, grammar: str) -> Any:
         """Compile a grammar to the matcher from which samples copy."""
         llguidance = _llguidance()
         limits = llguidance.LLParserLimits(step_max_items=MAX_STEP_ITEMS, verbose_errors=False)
-        if self._tokenizer is None:
-            assert self._model is not None, "bind comes first"
-            self._tokenizer = byte_tokenizer(self._model)
+        with self._tokenizer_lock:
+            if self._tokenizer is None:
+                assert self._model is not None, "bind comes first"
+                self._tokenizer = byte_tokenizer(self._model)
         template = _on_deep_stack(
             lambda: llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
         )

@@ -15,7 +15,7 @@ from logprobe.errors import InputError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-ParquetFormat: TypeAlias = Literal["records", "rollouts", "dataset", "distillation"]
+ParquetFormat: TypeAlias = Literal["records", "rollouts", "dataset", "distillation", "activations"]
 
 FORMAT_KEY: Final = b"logprobe.format"
 PARQUET_VERSION: Final[dict[ParquetFormat, int]] = {
@@ -23,6 +23,7 @@ PARQUET_VERSION: Final[dict[ParquetFormat, int]] = {
     "rollouts": 1,
     "dataset": 1,
     "distillation": 1,
+    "activations": 1,
 }
 
 
