@@ -207,6 +207,15 @@ def test_greedy_output_of_the_real_model_equals_transformers_generate(
 
 
 @pytest.mark.real_model
+def test_the_real_model_runs_in_bfloat16(real_llm: LLM) -> None:
+    ids = [real_llm.text.encode(text).tolist() for text in TEXTS]
+    with LLM(real_llm.config.model, dtype="bfloat16", kv_cache_memory_bytes=1 << 28) as rough:
+        found = [chosen(output) for output in rough.generate(ids, SCORED)]
+    wanted = [chosen(output) for output in real_llm.generate(ids, SCORED)]
+    assert 0 < np.abs(np.concatenate(found) - np.concatenate(wanted)).mean() < 0.1
+
+
+@pytest.mark.real_model
 def test_a_drawn_tokens_number_is_the_one_it_has_as_a_prompt(real: LLM) -> None:
     asked = SamplingParams(max_tokens=20, seed=3, logprobs=0)
     output = real.generate(TEXTS[0], asked)[0]
