@@ -206,11 +206,11 @@ class ParallelConfig:
 @strict_keywords
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadConfig:
-    """Weights in memory, and products with them.
+    """How weights are stored in memory, and how products with them are computed.
 
     Args:
-        weights: `auto` (`checkpoint` in float32 on a CPU where the native kernels run, else `plain`),
-            `checkpoint` (weights stay in memory as in the model's file, or in the narrowest float type that
+        weights: `auto` (`checkpoint` in float32 if the CPU has native kernels or the GPU decoder can run the
+            model, else `plain`), `checkpoint` (weights stay in memory as in the model's file, or in the narrowest float type that
             represents them exactly, and are converted to float32 as they are used), or `plain` (transformers'
             own modules).
         arithmetic: how products with weights are computed. On a CPU `fma` (float32 fused multiply-adds); on a

@@ -206,8 +206,8 @@ class ChecksumError(ModelError):
 class UnsupportedModelError(ModelError):
     """The model needs a feature that this engine does not support.
 
-    Remedy: the message names the feature; docs/models.md lists supported and unsupported models and the
-    reasons.
+    Remedy: the message names the feature; the page Models of the documentation lists supported and
+    unsupported models with the reasons.
     """
 
 

@@ -234,8 +234,8 @@ class Model:
 
         Raises:
             ModelError: the weights cannot be read or do not fit the model; the old weights stay in use.
-            ParameterError: the engine is not the native one, the version is invalid, `weights` has an
-                unsupported type, or a loaded LoRA adapter applies to weights that change.
+            ParameterError: the engine is not the native one, the version is invalid, or `weights` has an
+                unsupported type or belongs to an unmerged PEFT model.
         """
         from logprobe.engine.front import check_on_running
 

@@ -118,9 +118,9 @@ def _metadata(output: RequestOutput) -> dict[bytes, bytes]:
 def save_activations(path: str | Path, outputs: RequestOutput | Sequence[RequestOutput]) -> None:
     """Write the activations of outputs to a file; the suffix selects the format.
 
-    `.safetensors` has one tensor per prompt and completion, (tokens, layers, width), with names such as
-    `0.prompt.hidden_states`, `0.1.hidden_states` and `0.1.routed_experts`: index of the output, then
-    `prompt` or the index of the completion. `.parquet` has the table of `activations_to_arrow`.
+    `.safetensors` has a (tokens, layers, width) tensor for each kind of activation of each prompt and
+    completion, named `OUTPUT.prompt.KIND` or `OUTPUT.COMPLETION.KIND` with the indices of the output and the
+    completion, such as `0.prompt.hidden_states` and `0.1.routed_experts`. `.parquet` has the table of `activations_to_arrow`.
 
     Raises:
         ParameterError: the suffix is another one, an output has no activations, or outputs have different

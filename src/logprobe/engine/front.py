@@ -229,8 +229,8 @@ class Front:
 
         Raises:
             ModelError: the weights cannot be read, or do not fit the model; the old ones stay in use.
-            ParameterError: the engine is not the native one, `version` is invalid, the weights have an
-                unsupported type, or they change weights that loaded LoRA weights adapt.
+            ParameterError: the engine is not the native one, `version` is invalid, or `weights` has an
+                unsupported type or belongs to an unmerged PEFT model.
             EngineError: an engine process exited during the load, or the engine was closed.
         """
         is_name = version is None or (

@@ -128,8 +128,8 @@ class Describer:
     def _of_request(self, source: LogprobsInfo, request: Request) -> LogprobsInfo | None:
         """Return the info of the whole output.
 
-        This is the info of its completions if they have log-probabilities, otherwise the info of its prompt;
-        None if neither log-probabilities nor activations were requested.
+        Whole rows and a lens have raw info. Otherwise it is the info of the completions' log-probabilities,
+        else of the prompt's, else the model's own if activations were requested, else None.
         """
         params = request.params
         if request.wants_row:

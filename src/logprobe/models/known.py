@@ -13,7 +13,7 @@ DEFAULT_MODEL: Final = "smollm2"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Package:
-    """A wheel on the Python package index, and the file in it that is the GGUF file or a part of it."""
+    """A wheel on PyPI, and the file inside it that is a GGUF model or a part of one."""
 
     project: str
     version: str

@@ -96,7 +96,7 @@ def test_a_header_that_cannot_be_believed_is_refused_at_once(name: str, tmp_path
     path = tmp_path / "x.gguf"
     path.write_bytes(HOSTILE[name])
     start = time.monotonic()
-    with pytest.raises(InputError, match=r"not a valid GGUF file|is empty|array of arrays"):
+    with pytest.raises(InputError, match=r"not a valid GGUF file|is empty|array of arrays|does not know"):
         GgufFile(path)
     assert time.monotonic() - start < LIMIT_S
 

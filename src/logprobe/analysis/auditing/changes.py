@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def stored_prompts(fitted: Fitted) -> Iterator[StoredPrompt]:
-    """Yield the log-probabilities of prompt tokens, or of each greedy completion's first row.
+    """Yield the log-probabilities of prompt tokens, or at each greedy completion's first position.
 
-    Requests with other sampling parameters are not stored.
+    Only prompts without parameters and completions with just `temperature: 0` are stored.
     """
     if fitted.ask.params != ({} if fitted.ask.wants_prompt else {"temperature": 0}):
         return

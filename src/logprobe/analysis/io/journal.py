@@ -291,7 +291,7 @@ class Journal(Generic[S]):
             if before != value:
                 raise InputError(
                     f"{self.path}: {name} is {value!r}, but earlier rows have {before!r}; use the same "
-                    f"weights and dtype for the whole run, or use {FORCE}"
+                    f"model, LoRA, weights and dtype for the whole run, or {BEGIN_ANEW}"
                 )
         if not source.keys() <= self._settings.keys():
             self._settings |= source

@@ -165,7 +165,7 @@ def pack_floats(weight: Array, bias: Array | None = None) -> PanelWeights:
 
 
 def _steps(rows: Array, form: Form) -> Array:
-    """Convert weights to a float form; for bfloat16, return two weights as one number."""
+    """Convert weights to a float form; for bfloat16, pack two neighbors of a row into one uint32."""
     if form is not BFLOAT16:
         with np.errstate(over="ignore"):
             return rows.astype(np.float16 if form is FLOAT16 else np.float32, copy=False)

@@ -23,7 +23,7 @@ NUM_PIECES: Final = {"bf16x3": 3, "bf16": 1}  # by name of the arithmetic
 
 
 def split(x: Tensor, num_pieces: int) -> Tensor:
-    """Return the pieces of (rows, width) float32 numbers, (num_pieces, rows, width) bfloat16."""
+    """Split float32 `x` (rows, width) into bfloat16 summands (num_pieces, rows, width)."""
     pieces = []
     for _ in range(num_pieces):
         pieces.append(x.to(torch.bfloat16))

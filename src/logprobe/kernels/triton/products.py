@@ -167,7 +167,7 @@ def _shared_bytes(device: torch.device) -> int:
 def sum_parts(
     parts: tl.tensor, part_stride: tl.tensor, offsets: tl.tensor, mask: tl.tensor, num_parts: tl.constexpr
 ) -> tl.tensor:
-    """Return the sums of the parts of a product (`linear_parts`) at `offsets`, in order."""
+    """Return a product's values at `offsets`: its parts (`linear_parts`), added in order."""
     total = tl.load(parts + offsets, mask=mask, other=0.0)
     for number in tl.static_range(1, num_parts):
         total += tl.load(parts + number * tl.cast(part_stride, tl.int64) + offsets, mask=mask, other=0.0)

@@ -163,7 +163,9 @@ class _Walk:
             kind = GGMLQuantizationType(number)
             block_len, block_bytes = GGML_QUANT_SIZES[kind]
         except (KeyError, ValueError) as error:
-            raise self._error(f"has a tensor with the unknown type {number}") from error
+            remedy = "upgrade gguf, or fetch the file again"
+            problem = f"has a tensor of type {number}, which the installed gguf package does not know"
+            raise InputError(f"{self._path}: {problem}; {remedy}") from error
         num_values = math.prod(shape)
         if not shape or not num_values or shape[0] % block_len:
             raise self._error(f"has a tensor with the shape {shape}, which its type does not allow")

@@ -112,7 +112,7 @@ class StreamedReply(Response):
             parts: yields the parts of the body.
             headers: headers of the response.
             check: called regularly while parts are awaited; raises ApiError to end the response.
-            failed: encodes an ApiError as the last part; if None, the response is broken off.
+            failed: encodes an ApiError as the last part; if None, the response is aborted.
         """
         super().__init__(headers=headers)
         if "content-length" not in headers:

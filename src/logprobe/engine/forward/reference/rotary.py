@@ -49,8 +49,8 @@ def rotate(x: Array, cosines: Array, sines: Array, *, is_paired: bool) -> Array:
         x: (positions, heads, head size), queries or keys.
         cosines: (positions, pairs), from `cosines_and_sines`.
         sines: (positions, pairs).
-        is_paired: True: pairs are adjacent dimensions; False: a pair is dimension i of the first half and
-            dimension i of the second half.
+        is_paired: True: pairs are adjacent dimensions (interleaved); False: a pair is dimension i of each
+            half of the rotated dimensions.
     """
     width = 2 * cosines.shape[1]
     rotated, rest = x[..., :width], x[..., width:]
