@@ -210,9 +210,9 @@ class LoadConfig:
 
     Args:
         weights: `auto` (`checkpoint` in float32 if the CPU has native kernels or the GPU decoder can run the
-            model, else `plain`), `checkpoint` (weights stay in memory as in the model's file, or in the narrowest float type that
-            represents them exactly, and are converted to float32 as they are used), or `plain` (transformers'
-            own modules).
+            model, else `plain`), `checkpoint` (weights stay in memory as in the model's file, or in the
+            narrowest float type that represents them exactly, and are converted to float32 as they are used),
+            or `plain` (transformers' own modules).
         arithmetic: how products with weights are computed. On a CPU `fma` (float32 fused multiply-adds); on a
             GPU `bf16x3` (each float32 activation as three bfloat16 numbers on tensor cores, accurate to
             float32) or `bf16` (activations rounded to bfloat16: faster for long prompts, less accurate).

@@ -120,7 +120,8 @@ def save_activations(path: str | Path, outputs: RequestOutput | Sequence[Request
 
     `.safetensors` has a (tokens, layers, width) tensor for each kind of activation of each prompt and
     completion, named `OUTPUT.prompt.KIND` or `OUTPUT.COMPLETION.KIND` with the indices of the output and the
-    completion, such as `0.prompt.hidden_states` and `0.1.routed_experts`. `.parquet` has the table of `activations_to_arrow`.
+    completion, such as `0.prompt.hidden_states` and `0.1.routed_experts`. `.parquet` has the table of
+    `activations_to_arrow`.
 
     Raises:
         ParameterError: the suffix is another one, an output has no activations, or outputs have different
