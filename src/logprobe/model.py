@@ -614,8 +614,8 @@ class Model:
                 logprobs must be left at their defaults.
             same: function that returns True if two texts mean the same, called on a worker thread; by
                 default, texts mean the same if they are equal without surrounding white space.
-            stop_when: stops an answer when its confidence is low; stopped answers do not count in the
-                measures over all answers.
+            stop_when: stops an answer when its confidence is low; stopped answers count in no
+                measure but their own.
             window: number of tokens in a group for the group confidence; the default is the window of
                 `stop_when`, or 2,048.
             k: number of likeliest tokens that define a token's confidence; the default is the `k` of

@@ -28,7 +28,7 @@ FLAGS = [
     ),
     (["generate", "hi", "--logprobs", "-2"], "--logprobs: must be"),
     (["generate", "hi", "--temperature", "-1"], "--temperature: must be 0 or more, got -1"),
-    (["generate", "hi", "--temperature", "nan"], "--temperature: must be a finite number"),
+    (["generate", "hi", "--temperature", "nan"], "--temperature: must be a finite float32"),
     (["generate", "hi", "--max-tokens", "-1"], "--max-tokens: must be 0 or more"),
     (["generate", "hi", "--top-p", "0"], "--top-p: must be in (0, 1]"),
     (["generate", "hi", "--top-k", "-5"], "--top-k: must be -1 or 0 (all) or positive"),

@@ -109,7 +109,7 @@ class Healer:
     async def _run(
         self, parts: Sequence[tuple[Split, Ids | None]], loads: set[int]
     ) -> list[RequestOutput | None]:
-        """Run each split, requesting the logprobs of the ids beside it at the split's last position.
+        """Run each split; report the logprobs of its paired ids, if any, at the split's last position.
 
         The output is None for a split that is too long for the model.
 

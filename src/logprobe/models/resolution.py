@@ -84,7 +84,7 @@ def weight_version(files: ModelFiles) -> str:
         digests = checksums_of(paths)
     except OSError as error:
         raise InputError(
-            f"{files.folder}: cannot be read ({error.strerror}); check its permissions"
+            f"{error.filename or files.folder}: cannot be read ({error.strerror}); check the file"
         ) from error
     return f"sha256:{digests[0]}" if len(digests) == 1 else listed_version(paths, digests)
 

@@ -325,7 +325,7 @@ def _int(name: str, value: Any) -> int:
 
 def _float(name: str, value: Any) -> float:
     is_number = isinstance(value, Real) and not isinstance(value, bool)
-    require(is_number and abs(value) <= LARGEST_FLOAT, name, f"must be a finite number, got {value!r}")
+    require(is_number and abs(value) <= LARGEST_FLOAT, name, f"must be a finite float32, got {value!r}")
     return float(value)
 
 

@@ -30,7 +30,7 @@ class Tokens:
     # -- entries of replies --------------------------------------------------------------------------------
 
     def id_of(self, entry: Entry | None) -> int | None:
-        """Return the id of an entry's token, or of the only token with its bytes; None if it is unknown."""
+        """Return an entry's token id, else the id of the only token with the entry's bytes, else None."""
         if entry is None:
             return None
         if entry.token_id is not None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def by_torch(part: Dense | LowRank, x: torch.Tensor) -> torch.Tensor:
-    """Return the product of (M, inputs) `x` with the matrices of `part`, (M, outputs), by torch.
+    """Multiply `x`, (M, inputs), by the matrices of `part` with torch; return (M, outputs).
 
     Works on any device and dtype. A row's bits may depend on the other rows.
     """
