@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 MAX_TOKENS: Final = 1 << 22  # sixteen times the largest published vocabulary
-NO_BYTE: Final = 0xFFFF  # in `_ALPHABET`: the character does not stand for a byte
+NO_BYTE: Final = 0xFFFF  # in `_ALPHABET`: the character represents no byte
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -155,7 +155,7 @@ def _steps(decoder: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def _alphabet() -> NDArray[np.uint16]:
     """Return the byte of each character of byte-level pieces by code point: the inverse of GPT-2's table.
 
-    Other code points have `NO_BYTE`, and so has the last entry, which stands for all larger ones.
+    Other code points have `NO_BYTE`, as does the last entry, which is used for all larger ones.
     """
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     shifted = [byte for byte in range(256) if byte not in set(plain)]
@@ -178,7 +178,7 @@ def _from_byte_level(pieces: list[str]) -> list[bytes]:
 
 
 def _in_alphabet(text: str) -> bytes | None:
-    """Return one byte per character, or None if a character does not stand for a byte."""
+    """Return one byte per character, or None if a character represents no byte."""
     codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
     values = _ALPHABET.take(codes, mode="clip")
     return None if (values == NO_BYTE).any() else values.astype(np.uint8).tobytes()
