@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -50,9 +52,9 @@ def count_runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     runs: list[int] = []
     own = Launches.run
 
-    def run(self: Launches, ids: Any, *rest: Any, **options: Any) -> torch.Tensor:
+    def run(self: Launches, decoder: Any, ids: Any, *rest: Any, **options: Any) -> torch.Tensor:
         runs.append(len(ids))
-        return own(self, ids, *rest, **options)
+        return own(self, decoder, ids, *rest, **options)
 
     monkeypatch.setattr(Launches, "run", run)
     return runs
@@ -127,3 +129,21 @@ def test_the_list_of_operations_is_made_before_any_runs(
     host = [one for one in operations if isinstance(one, HostOperation) and one is not attention]
     assert bool(host) == (kind in EXPERTS)
     assert operations.count(attention) == len(forward.decoder.layers)
+
+
+@pytest.mark.parametrize("kind", ["Llama", *EXPERTS])
+def test_closing_frees_the_weights_without_the_garbage_collector(
+    small_model: Callable[..., Path], kind: str
+) -> None:
+    forward = loaded(small_model(kind, (NATIVE | EXPERTS)[kind]))
+    prompts = Prompts(forward, 2)
+    prompts.step(0, 15)
+    prompts.step(15, 16)
+    decoder = weakref.ref(forward.decoder)
+    gc.collect()
+    gc.disable()
+    try:
+        forward.close()
+        assert decoder() is None
+    finally:
+        gc.enable()

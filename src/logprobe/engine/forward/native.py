@@ -132,7 +132,11 @@ class NativeForward:
         if self._memory is not None:
             self._memory.release()
             self._memory = None
-        give_back_memory()
+        if self._is_native:  # counting references has freed its arrays
+            gc.unfreeze()
+            return_freed()
+        else:
+            give_back_memory()
         if self.device != "cpu":
             import torch
 

@@ -20,8 +20,9 @@ IMPOSSIBLE = -9999.0  # written for -inf, as other servers do
 
 def finite(values: npt.ArrayLike) -> list[float | None]:
     """Convert values to what JSON can hold: -inf to -9999, inf to 9999, NaN and masked values to None."""
-    listed = np.ma.asarray(values).tolist()
-    return [finite_value(value) for value in listed]
+    # A masked array is an `ndarray`, and its `tolist` has None where values are masked.
+    array = values if isinstance(values, np.ndarray) else np.asarray(values)
+    return [finite_value(value) for value in array.tolist()]
 
 
 def finite_value(value: float | None) -> float | None:

@@ -250,7 +250,7 @@ class Decoder:
         """
         if all(layer.experts is None for layer in self.layers):
             step = self.new_step(MAX_ROWS, pool)
-            self.launches = Launches(step, max_len, fill=self.fill, operations=self.operations)
+            self.launches = Launches(step, max_len)
 
     def plan(self, pool: KVPool, batch: StepBatch) -> AttentionPlan:
         """Return the attention plan of a scheduled step."""
@@ -281,7 +281,7 @@ class Decoder:
         ids, places = (array.astype(np.int64) for array in (token_ids, positions))
         launches = None if self.loras.groups or capture is not None else self.launches
         if launches is not None and launches.can_run(plan):
-            return launches.run(ids, places, plan, is_long=is_long)
+            return launches.run(self, ids, places, plan, is_long=is_long)
         step = self.new_step(len(ids), plan.pool)
         step.slots, step.loras = plan.slots, self.loras if self.loras.groups else None
         step.capture = capture

@@ -18,6 +18,7 @@ from logprobe.kernels.stages import Series, Stage
 
 if TYPE_CHECKING:
     from logprobe.engine.forward.cpu.attention import AttentionPlan
+    from logprobe.engine.forward.cpu.decoder import Decoder
     from logprobe.engine.forward.cpu.lora import LoraRows
     from logprobe.engine.forward.kv_cache import KVPool
     from logprobe.engine.protocol import Capture
@@ -95,23 +96,14 @@ class Launch:
 class Launches:
     """Runs steps with few rows on one KV cache; the first step with a given number of rows is recorded."""
 
-    def __init__(
-        self,
-        step: Step,
-        max_len: int,
-        *,
-        fill: Callable[..., None],
-        operations: Callable[[Step, Attend], list[Operation]],
-    ) -> None:
+    def __init__(self, step: Step, max_len: int) -> None:
         """Allocate the arrays for attention contexts that all recorded steps share.
 
         Args:
             step: buffers for a step with MAX_ROWS rows.
             max_len: maximum context length in tokens.
-            fill: `Decoder.fill`.
-            operations: `Decoder.operations`.
         """
-        self._step, self._fill, self._operations = step, fill, operations
+        self._step = step
         self._recorded: dict[int, Launch] = {}
         self._contexts = RowPlan(
             queries=np.arange(MAX_ROWS, dtype=np.int32),
@@ -125,12 +117,16 @@ class Launches:
         is_few = plan.rows is not None and not plan.chunks and len(plan.slots) <= MAX_ROWS
         return is_few and plan.pool is self._step.pool
 
-    def run(self, ids: Array, places: Array, plan: AttentionPlan, *, is_long: bool) -> Array:
+    def run(
+        self, decoder: Decoder, ids: Array, places: Array, plan: AttentionPlan, *, is_long: bool
+    ) -> Array:
         """Run a step with M rows; return its final hidden states, (M, hidden size).
 
         The returned array is valid until the next step.
 
         Args:
+            decoder: the decoder whose steps these are. It is not kept: a reference back to it would leave its
+                weights to the garbage collector.
             ids: (M,) int64 token ids.
             places: (M,) int64 positions.
             plan: a plan that `can_run` accepts.
@@ -139,8 +135,8 @@ class Launches:
         assert plan.rows is not None
         launch = self._recorded.get(len(ids))
         if launch is None:
-            launch = self._recorded[len(ids)] = self._record(len(ids))
-        self._fill(launch.step, ids, places, is_long=is_long)
+            launch = self._recorded[len(ids)] = self._record(decoder, len(ids))
+        decoder.fill(launch.step, ids, places, is_long=is_long)
         launch.step.slots[:] = plan.slots
         contexts, rows = launch.contexts, plan.rows
         contexts.begins[:], contexts.lengths[:] = rows.begins, rows.lengths
@@ -148,7 +144,7 @@ class Launches:
         launch.series.run()
         return launch.step.normed
 
-    def _record(self, num_rows: int) -> Launch:
+    def _record(self, decoder: Decoder, num_rows: int) -> Launch:
         plan = self._contexts
         contexts = RowPlan(
             plan.queries[:num_rows], plan.begins[:num_rows], plan.lengths[:num_rows], plan.slots
@@ -159,7 +155,7 @@ class Launches:
             return rows_stage(step.query, keys, values, contexts, step.attended, rule)
 
         step = self._step.first_rows(num_rows)
-        operations = self._operations(step, attend)
+        operations = decoder.operations(step, attend)
         stages = [operation for operation in operations if isinstance(operation, Stage)]
         assert len(stages) == len(operations), "a recorded step has no host operations"
         return Launch(step, contexts, Series(stages))
