@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from driven import KINDS, Driven, told
 from logprobe import LLM, EngineConfig, SamplingParams
 from logprobe.engine.backends.thread import SerialLoop
+from logprobe.engine.draft_model import PROBE_STEPS
 from logprobe.engine.overlap import OverlappedLoop
 from logprobe.engine.plan.drafts import least_chance
 from logprobe.errors import ParameterError
@@ -85,6 +86,44 @@ def test_a_model_that_is_never_right_is_asked_less_and_less() -> None:
     [completion] = driven.finish()["r"].outputs
     assert 0 < completion.drafts.num_drafted < 150
     assert completion.drafts.num_accepted < 10
+
+
+def test_a_draft_model_rests_while_it_is_wrong_and_returns_when_it_is_right() -> None:
+    driven = drafting(100.0)
+    draft: Any = driven.engine.drafter._forward  # type: ignore[union-attr]
+    own_run, num_runs = draft.run, 0
+
+    def run(batch: Any) -> None:
+        nonlocal num_runs
+        num_runs += 1
+        own_run(batch)
+
+    draft.run = run
+    driven.submit("r", [5, 97, 98], temperature=0, max_tokens=400)
+    for _ in range(100):
+        driven.step()
+    num_runs = 0
+    for _ in range(5 * PROBE_STEPS):
+        driven.step()
+    assert 1 <= num_runs <= 6
+    draft._noise = 0.0
+    before = driven.engine.stats().accepted_tokens
+    driven.finish()
+    assert driven.engine.stats().accepted_tokens > before + 50
+
+
+def test_a_draft_that_has_been_made_is_verified_where_making_it_would_not_pay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("logprobe.engine.draft_model.DraftModel.least_chance", lambda *_: 0.9)
+    driven = drafting(0.0)
+    drafter: Any = driven.engine.drafter
+    drafter._rates = [0.5] * len(drafter._rates)  # above 1/3, from which one more row saves time
+    driven.submit("r", [5, 97, 98], temperature=1, seed=1, max_tokens=20)
+    driven.step()
+    driven.step()
+    stats = driven.engine.stats()
+    assert stats.drafted_by_position == stats.accepted_by_position == [1]
 
 
 ARRIVALS = st.tuples(

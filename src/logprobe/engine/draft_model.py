@@ -2,9 +2,10 @@
 
 A draft is drawn with the random number of its position, the one with which the large model draws, and under
 the same temperature and truncation. The large model verifies drafts as it does those of the lookup, so they
-change no token; equal random numbers make equal tokens likely also where the request samples. Drafting ends
-where the estimated probability that all drafts so far are accepted becomes too low: the estimate is the share
-of earlier drafts of the same confidence that were accepted (as in EAGLE-2, Li et al. 2024).
+change no token; equal random numbers make equal tokens likely also where the request samples. The probability
+that a draft is accepted is estimated by the share of earlier drafts of the same confidence that were accepted
+(as in EAGLE-2, Li et al. 2024). A draft that has been made is verified if that saves time. The draft model
+runs for a further draft only if this saves time even with the run, estimated by the share of all drafts.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from logprobe.engine.plan.drafts import FREE_ROWS, MAX_DRAFTS, STEP
+from logprobe.engine.plan.drafts import FREE_ROWS, MAX_DRAFTS, STEP, least_chance
 from logprobe.engine.plan.radix import EMPTY, SlotPool, shared_length
 from logprobe.engine.protocol import StepBatch
 from logprobe.kernels.placement import as_rows, inference_mode
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 MAX_TOKENS: Final = 512  # that one forward pass of the draft model runs
 NUM_BINS: Final = 10  # of the confidence of drafts
+PROBE_STEPS: Final = 16  # while drafts save no time, one step in 16 makes some, to notice when they do again
 
 logger = logging.getLogger("logprobe")
 
@@ -69,10 +71,12 @@ class DraftModel:
         self._bytes = forward.shape.weight_bytes / large.weight_bytes if has_bytes else self._products
         # By confidence. Equal random numbers, or both models' best tokens, agree more often than not.
         self._rates = [0.5 + 0.5 * (place + 0.5) / NUM_BINS for place in range(NUM_BINS)]
+        self._rate = 1.0  # moving average over all drafts; high at first, so that some are made
+        self._num_skipped = 0  # steps without drafts since the last one with drafts
         self._is_broken = False
 
     def least_chance(self, num_rows: int) -> float:
-        """Return the acceptance probability from which a draft saves time; 1 or more: none does.
+        """Return the acceptance probability from which making a draft saves time; 1 or more: none does.
 
         As in `drafts.least_chance`, a step with r rows takes the time r + FREE_ROWS: r for the products, and
         FREE_ROWS for reading the weights. A step of the draft model takes its shares of both.
@@ -87,11 +91,17 @@ class DraftModel:
             wanted: maximum number of drafts of each sample.
             num_rows: number of tokens that the step draws without drafts.
         """
-        least = self.least_chance(num_rows)
-        if self._is_broken or least >= 1:
+        least_to_run = self.least_chance(num_rows)
+        if self._is_broken or least_to_run >= 1:
             return {}
+        if self._rate < least_to_run and self._num_skipped < PROBE_STEPS - 1:
+            self._num_skipped += 1
+            return {}
+        # Drafts of a probe are verified whatever their confidence, so that low estimates can rise again.
+        least = least_chance(num_rows) if self._rate >= least_to_run else 0.0
+        self._num_skipped = 0
         try:
-            return self._draft(wanted, least)
+            return self._draft(wanted, least, least_to_run)
         except Exception:
             # Drafts only save time: go on without them.
             logger.exception("the draft model %s failed; no drafts are made with it from now on", self.name)
@@ -104,8 +114,9 @@ class DraftModel:
         if known is None or len(known.confidences) != num_drafted:
             return  # drafts of the lookup
         for place, confidence in enumerate(known.confidences[: num_accepted + 1]):
-            bin_index = _bin(confidence)
-            self._rates[bin_index] += STEP * ((place < num_accepted) - self._rates[bin_index])
+            is_accepted, bin_index = place < num_accepted, _bin(confidence)
+            self._rates[bin_index] += STEP * (is_accepted - self._rates[bin_index])
+            self._rate += STEP * (is_accepted - self._rate)
         known.confidences = []
 
     def forget(self, sample: Sample) -> None:
@@ -123,7 +134,9 @@ class DraftModel:
         owned = np.concatenate([self._pool.free_slots(), *(known.slots for known in self._known.values())])
         assert len(owned) == len(np.unique(owned)) == self._pool.num_slots, "slots of the draft model"
 
-    def _draft(self, wanted: Mapping[Sample, int], least: float) -> dict[Sample, list[int]]:
+    def _draft(
+        self, wanted: Mapping[Sample, int], least: float, least_to_run: float
+    ) -> dict[Sample, list[int]]:
         limit = self._forward.rope_boundary or self._forward.context_len
         drafts: dict[Sample, list[int]] = {}
         for sample, most in wanted.items():
@@ -138,12 +151,15 @@ class DraftModel:
             self._run([(sample, self._unknown(sample, drafts[sample])) for sample in going])
             following = []
             for sample, token_id, confidence in self._drawn(going, drafts):
-                chances[sample] *= self._rates[_bin(confidence)]
+                rate = self._rates[_bin(confidence)]
+                chances[sample] *= rate
                 if chances[sample] < least or token_id >= self._vocab_size:
+                    self._rate += STEP * (rate - self._rate)  # by its estimate, as nothing verifies it
                     continue
                 drafts[sample].append(token_id)
                 self._known[sample].confidences.append(confidence)
-                if len(drafts[sample]) < most_of[sample]:
+                is_worth = chances[sample] * self._rate >= least_to_run
+                if is_worth and len(drafts[sample]) < most_of[sample]:
                     following.append(sample)
             going = following
         return {sample: made for sample, made in drafts.items() if made}
