@@ -57,5 +57,6 @@ REASONS = {
         "Typer's import of pydantic, NumPy, reading the tokenizer, and comparing the logits of two short "
         "texts with those of the first load. llama.cpp starts without a Python framework."
     ),
+    "bench_start --rivals llama_cpp,transformers": "See `bench_start`.",
     "bench_surprisal": "The forward pass of short sentences remains, which all contestants run.",
 }
