@@ -36,7 +36,7 @@ class LoopBatch(Generic[T]):
 
 @final
 class LoopBatches(Generic[T]):
-    """Collect items per event loop, and call `hand_over` with them, in order, at the end of its iteration."""
+    """Collect items per event loop; when the loop's iteration ends, call `hand_over` with them, in order."""
 
     def __init__(self, hand_over: Callable[[list[T]], None]) -> None:
         self._hand_over = hand_over
@@ -105,8 +105,9 @@ class Computation:
 class Batcher:
     """Collect row requests and start them together, computing each distinct prefix once.
 
-    Requests start immediately if the source is busy; otherwise, when `batch_size` requests wait or
-    `timeout_s` seconds after the first. Both limits can be changed at any time and apply to later requests.
+    Requests start immediately if the source is busy or a request is urgent. Otherwise, they start when
+    `batch_size` requests wait, or `timeout_s` seconds after the first request. Both limits can be changed at
+    any time and apply to later requests.
     """
 
     def __init__(
@@ -142,7 +143,7 @@ class Batcher:
         self._bridge.post(self._close)
 
     def _close(self) -> None:
-        self._closed = EngineClosedError("this model was cleaned up; make a new one")
+        self._closed = EngineClosedError("this model was closed; make a new one")
         self._end_all(self._closed)
 
     def _send(self, asks: Sequence[Ask]) -> None:

@@ -32,7 +32,7 @@ class RowSource(Protocol):
 
     @property
     def is_busy(self) -> bool:
-        """True if requests are running or waiting; waiting for a larger batch then gains nothing."""
+        """True if requests are running or waiting; a new request then need not wait for a larger batch."""
 
     def capabilities(self) -> Capabilities:
         """Return the capabilities of the engine."""

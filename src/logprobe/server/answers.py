@@ -1,4 +1,4 @@
-"""Answers a request with a generation, in the type that its `Accept` header asks for."""
+"""Run the generation of a request, and reply in the media type that the `Accept` header asks for."""
 
 from __future__ import annotations
 

@@ -209,7 +209,8 @@ def serve(
         config: engine configuration of the first model.
         settings: settings of the server.
         further: additional models by name, which are loaded on demand.
-        ready: called with the server's URL once it listens and the models are loaded.
+        ready: called with the server's URL once the server listens and the first and preloaded models are
+            loaded.
 
     Raises:
         ModelError: a model or LoRA weights cannot be loaded.

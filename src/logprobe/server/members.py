@@ -1,7 +1,7 @@
 """Probabilities of alternative values for the JSON fields in a reply (`field_logprobs: "members"`).
 
-The members of a field are the values that the schema allows for it, such as the values of an enum. Once a
-choice has finished, they are scored by computing further next-token distributions ("rows").
+The members of a field are the values that the schema allows for the field, such as the values of an enum.
+Once a choice has finished, the members are scored with further next-token distributions ("rows").
 """
 
 from __future__ import annotations

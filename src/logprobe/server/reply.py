@@ -1,4 +1,4 @@
-"""Generate a reply, whole or streamed: run the engine requests, cut outputs into pieces, and encode these.
+"""Generate a reply, whole or streamed: run engine requests, cut outputs into pieces, encode the pieces.
 
 Whole and streamed replies use the same code; a whole reply has a single piece per choice. A `Shape` converts
 pieces to the format of a route. The size of a reply is measured in entries: tokens and their alternatives.
@@ -74,7 +74,7 @@ class Generation:
 
         Raises:
             ParameterError: a prompt or its parameters are invalid.
-            ApiError: a limit is exceeded, or the capacity left at the moment is too small.
+            ApiError: a limit is exceeded, or the free capacity is too small.
         """
         self.reply_id = reply_id
         self.params = prompts[0][1]
@@ -312,7 +312,7 @@ class Shape(Protocol):
 
     @property
     def begun_entries(self) -> int:
-        """Cost of writing each choice of a whole reply, in entries, not counting its log-probability rows."""
+        """Cost per choice of the part of the reply that the prompt already contains, in entries."""
 
     def failed(self, error: ApiError) -> dict[str, Any]:
         """Return the error chunk of a failed stream."""

@@ -316,7 +316,7 @@ class VllmEngine:
         self._flush([follow for follow, _ in replies.values()])
 
     def _flush(self, follows: Iterable[Follow]) -> None:
-        """Publish deltas in turn, one per sample, skipping paused samples; readers may pause further ones."""
+        """Publish one delta per sample in turn, except for paused samples; readers may pause more of them."""
         follows = list(follows)
         while ready := [follow for follow in follows if follow.outbox and not follow.paused_by]:
             self._publish([follow.outbox.popleft() for follow in ready])

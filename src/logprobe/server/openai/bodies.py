@@ -49,7 +49,7 @@ class RoutedExperts(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Common fields of chat and text completions; fields named as in `SamplingParams` mean the same."""
+    """Common fields of chat and text completions; those in `SamplingParams` mean the same there."""
 
     model: str | None = None
     stream: bool | None = None

@@ -146,7 +146,9 @@ def _response_format(text: dict[str, Any] | None) -> dict[str, Any] | None:
     form = (text or {}).get("format")
     unknown = (text or {}).keys() - {"format", "verbosity"}
     if unknown or (text or {}).get("verbosity") not in {None, "medium"}:
-        raise bad_request("text", "supports only format; leave the rest out", code="unsupported_parameter")
+        raise bad_request(
+            "text", "supports only format; leave the other fields out", code="unsupported_parameter"
+        )
     if form is None or form in PLAIN_TEXT:
         return None
     if not isinstance(form, dict):
@@ -203,7 +205,7 @@ def _with_calls(
     if calls is None:
         return {} if form is None else {"response_format": form}
     if given_by:
-        message = f"and {given_by[0]} both set the format of the reply; set only one of them"
+        message = f"requires a format of the reply, but {given_by[0]} also sets it; set only one of the two"
         raise bad_request("tool_choice", message)
     return {"response_format": calls}
 
@@ -278,7 +280,7 @@ def _params(
 
 
 def _routes_of(routes: RoutedExperts) -> NDArray[Any]:
-    """Return the array of a body, (positions, layers, experts per token)."""
+    """Return the expert routes in a body as an array (positions, layers, experts per token)."""
     dtype = np.dtype(routes.dtype).newbyteorder("<")
     num_bytes = math.prod(routes.shape) * dtype.itemsize
     if num_bytes != len(routes.data):
@@ -308,7 +310,7 @@ def structured_format(body: GenerationBody) -> dict[str, Any] | None:
     if len(forms) > 1 or getattr(body, "response_format", None) is not None:
         others = [name for name, _ in forms[1:]] or ["response_format"]
         raise bad_request(
-            forms[0][0], f"and {others[0]} both set the format of the reply; set only one of them"
+            forms[0][0], f"sets the format of the reply, but so does {others[0]}; set only one of the two"
         )
     [(name, value)] = forms
     return _as_format(name, value)
@@ -337,7 +339,7 @@ def _form_field(body: GenerationBody | ResponsesBody) -> str | None:
 
 
 def _forms_of(body: GenerationBody) -> list[tuple[str, Any]]:
-    """Return the `guided_*` and `structured_outputs` fields that are set, with their values, once each."""
+    """Return the names and values of the `guided_*` and `structured_outputs` fields set, without repeats."""
     guided = [
         (name, getattr(body, name))
         for name in GUIDED

@@ -171,7 +171,7 @@ class ChatShape(ChoicesShape[ChatBody]):
         }
 
     def _reported(self, segments: Sequence[ReplySegment]) -> list[ReplySegment]:
-        """Return the segments that the reply contains, which `include_reasoning` may leave out."""
+        """Return the segments to report: all, or all but reasoning if `include_reasoning` is false."""
         has_all = self._body.include_reasoning is not False
         return [segment for segment in segments if has_all or segment.channel != "reasoning"]
 

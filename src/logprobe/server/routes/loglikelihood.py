@@ -148,7 +148,7 @@ def _with_named_ids(
 def _read_context(
     body: LoglikelihoodBody, num_times: int, service: Service
 ) -> tuple[str | None, str | IntArray]:
-    """Return the rendered conversation and its ids or, without messages, None and the context."""
+    """Return the rendered conversation and its ids; without messages, return None and the context."""
     check_one_of(body, "context")
     for name in LAYOUT_FIELDS if body.messages is None else ():
         if getattr(body, name) is not None:
