@@ -40,6 +40,8 @@ class RowSource(Protocol):
     def loads(self, lora: str | None) -> tuple[int, int]:
         """Return the load numbers of a LoRA adapter (0 for None) and of the model's weights.
 
+        A load number changes whenever the adapter or the weights are loaded again.
+
         Raises:
             ParameterError: the LoRA name is unknown.
         """

@@ -21,7 +21,7 @@ async def answer(
     """Run a generation and return the reply; the generation is aborted if the client disconnects.
 
     Raises:
-        LogprobeError: a generation without streaming failed.
+        LogprobeError: a generation failed whose reply is not streamed.
         ApiError: the `Accept` header asks for a binary type that the server or the request does not allow.
         ClientGoneError: the client disconnected before the reply.
     """

@@ -44,7 +44,7 @@ class FoundFields:
 
 
 class FieldMembers:
-    """Scores the members of a reply's fields, one choice after another, with equal budgets of rows."""
+    """Scores the members of a reply's fields, choice by choice, with the same row limit for each choice."""
 
     def __init__(self, service: Service, num_choices: int) -> None:
         settings = service.settings

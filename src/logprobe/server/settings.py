@@ -49,9 +49,9 @@ class ServerSettings:
     api_key: Annotated[
         tuple[str, ...],
         _address(
-            help="API key that requests must send as `Authorization: Bearer KEY`. Any of several keys is "
-            "accepted; without keys, no key is required. If other machines can reach the server, a "
-            "key must have at least 16 characters."
+            help="API key that requests must send as `Authorization: Bearer KEY`. If several keys are set, "
+            "any of them is accepted; if none is set, no key is required. If other machines can reach "
+            "the server, a key must have at least 16 characters."
         ),
     ] = ()
     api_key_file: Annotated[
@@ -61,8 +61,8 @@ class ServerSettings:
         tuple[str, ...],
         _address(
             help="Key of operators, who may load LoRA weights and replace the model's weights over HTTP. "
-            "Any of several keys is accepted; without keys, these routes are disabled. At least 16 "
-            "characters."
+            "If several keys are set, any of them is accepted; if none is set, these routes are "
+            "disabled. A key must have at least 16 characters."
         ),
     ] = ()
     ssl_certfile: Annotated[
@@ -154,7 +154,7 @@ class ServerSettings:
     max_body_values: Annotated[
         int, _limit(help="Maximum JSON values in a body; an object, a list and a key count as eight each.")
     ] = 1 << 19
-    max_text_bytes: Annotated[int, _limit(help="Maximum text to tokenize per request.")] = 1 << 20
+    max_text_bytes: Annotated[int, _limit(help="Maximum bytes of text to tokenize per request.")] = 1 << 20
     max_messages: Annotated[int, _limit(help="Maximum messages of a conversation.")] = 2048
     max_token_ids: Annotated[
         int, _limit(help="Maximum ids in a list of token ids (except prompts), and entries in logit_bias.")

@@ -159,7 +159,7 @@ def _response_format(text: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def completion_params(body: CompletionBody, settings: ServerSettings) -> SamplingParams:
-    """Convert a completions body to sampling parameters; with `echo`, `logprobs` includes the prompt."""
+    """Convert a completions body to sampling parameters; with `echo`, `logprobs` covers the prompt too."""
     check_max_logprobs("logprobs", body.logprobs, settings)
     fixed: dict[str, Any] = {"logprobs": body.logprobs}
     fixed["max_tokens"] = 16 if body.max_tokens is None else body.max_tokens

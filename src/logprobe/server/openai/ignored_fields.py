@@ -48,7 +48,7 @@ def _has_no_tools(body: Any) -> bool:
 
 
 def _binds_no_call(body: Any) -> bool:
-    """Return True if a tool sets `strict`, but `tool_choice` does not constrain calls to their schemas."""
+    """Return True if a tool sets `strict`, but `tool_choice` does not make calls follow the schemas."""
     functions = [tool.get("function", tool) for tool in body.tools]
     is_strict = any(isinstance(function, dict) and function.get("strict") for function in functions)
     return is_strict and getattr(body, "tool_choice", None) in (None, "auto")

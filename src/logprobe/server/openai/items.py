@@ -107,7 +107,7 @@ class InputItems:
 
 
 def _fields(item: Mapping[str, Any], kind: str, where: str) -> dict[str, Any]:
-    """Validate an item, and return its fields with content."""
+    """Validate an item, and return its content fields."""
     names = FIELDS[kind]
     unread = item.keys() - {*names, *LABELS, *REPORTS}
     for name in sorted(unread):

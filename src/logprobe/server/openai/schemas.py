@@ -75,7 +75,7 @@ class TokenRow(ChatTopLogprob, kw_only=True):
 
 
 class IdRow(Shape, kw_only=True):
-    """A candidate token at a prompt position; the token id is the key."""
+    """A candidate token at a prompt position; its key in the JSON object is the token id."""
 
     logprob: Logprob
     rank: int
@@ -183,7 +183,7 @@ class _CallColumns(_ReasoningColumns, kw_only=True):
 
 
 class ChatLogprobs(_CallColumns, kw_only=True):
-    """Rows of a choice or of a chunk; the columns of each channel are parallel to its rows."""
+    """Rows of a choice or of a chunk; the columns of a channel are parallel to that channel's rows."""
 
     content: list[ChatTokenLogprob] | None
     refusal: list[ChatTokenLogprob] | None
