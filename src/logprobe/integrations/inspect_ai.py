@@ -217,7 +217,7 @@ class LogprobeAPI(ModelAPI):  # type: ignore[misc]  # untyped without inspect-ai
     def _plain_prompt(
         self, messages: list[Any], functions: Sequence[Any], variables: Mapping[str, Any]
     ) -> tuple[str, list[int]]:
-        """Return the text of a single user message, and its ids or the `prompt_token_ids` in its metadata."""
+        """Return a single user message's text and token ids (`prompt_token_ids` in its metadata, if set)."""
         [*before, message] = messages
         is_one = not before and isinstance(message, ChatMessageUser) and not functions and not variables
         remedy = "supports only a single user message without tools or template variables; leave it out"

@@ -94,7 +94,7 @@ class LogprobeHarnessLM(TemplateLM):  # type: ignore[misc]  # the harness carrie
 
     @property
     def eot_token_id(self) -> int:
-        """Id of the end-of-text token."""
+        """Id of the end-of-sequence token."""
         token_id: int = self.tokenizer.eos_token_id
         return token_id
 

@@ -128,7 +128,7 @@ class Batcher:
     def ask(
         self, prefixes: Iterable[Prefix], *, is_urgent: bool = False, uses_cache: bool = True
     ) -> list[Waiter]:
-        """Request the rows of prefixes, from any event loop; return a future of a row for each prefix."""
+        """Request the rows of prefixes, from any event loop; return one future of a row per prefix."""
         asks = [Ask(prefix, Future(), is_urgent, uses_cache) for prefix in prefixes]
         self._gathered.add(asks)
         return [ask.waiter for ask in asks]

@@ -21,8 +21,9 @@ async def answer(
     """Run a generation and return the reply; the generation is aborted if the client disconnects.
 
     Raises:
-        LogprobeError: a generation failed whose reply is not streamed.
-        ApiError: the `Accept` header asks for a binary type that the server or the request does not allow.
+        LogprobeError: the generation failed, and the reply is not streamed.
+        ApiError: the `Accept` header asks for a binary type that the server does not offer, or that cannot be
+            combined with another field of the request.
         ClientGoneError: the client disconnected before the reply.
     """
     media_type = media_type_of(request)

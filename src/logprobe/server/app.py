@@ -186,7 +186,7 @@ class OwnPort:
         self._app, self._figures, self._address = app, figures, address
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on according to the server address at which it arrived."""
+        """Pass a request to the metrics or to the application, by the server address at which it arrived."""
         app = self._figures if scope["server"] == self._address else self._app
         await app(scope, receive, send)
 

@@ -123,12 +123,12 @@ class Generation:
 
     @property
     def num_entries(self) -> int:
-        """Size of the reply so far, in entries: prompt and completion tokens, and their alternatives."""
+        """Size (in entries) of the reply so far: prompt and completion tokens, and their alternatives."""
         num_entries = self._num_entries(self.num_prompt_tokens * self._num_echoes, self.num_completion_tokens)
         return num_entries + self._num_found(self.found)
 
     def num_entries_of(self, pieces: Sequence[CompletionPiece]) -> int:
-        """Return the size of pieces in entries; the first piece of a choice includes its prompt's entries."""
+        """Return the size (in entries) of pieces; a choice's first piece includes the prompt's entries."""
         requests = [self.requests[self.prompt_of(piece)] for piece in pieces if not piece.start]
         num_prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
         num_entries = self._num_entries(num_prompt_tokens, sum(piece.num_rows for piece in pieces))
@@ -308,11 +308,11 @@ class Shape(Protocol):
     """True if the closing chunks repeat the whole reply."""
 
     def num_entries(self, pieces: Sequence[CompletionPiece]) -> int:
-        """Return the cost of writing pieces, in entries, not counting their log-probability rows."""
+        """Return the cost (in entries) of writing pieces, not counting their log-probability rows."""
 
     @property
     def begun_entries(self) -> int:
-        """Cost per choice of the part of the reply that the prompt already contains, in entries."""
+        """Cost (in entries), per choice, of the beginning of the reply that the prompt already contains."""
 
     def failed(self, error: ApiError) -> dict[str, Any]:
         """Return the error chunk of a failed stream."""

@@ -32,7 +32,7 @@ CHARS_A_TOKEN: Final = 4  # splitting this many characters takes at most as long
 
 
 def end_of(prompt: str) -> str:
-    """Return the end of a prompt, the only part in which the reply may begin."""
+    """Return the end of a prompt; only this part may contain the beginning of the reply."""
     return prompt[-MAX_BEGUN_CHARS:]
 
 
@@ -112,7 +112,7 @@ class Splitter:
 
     @property
     def begun_entries(self) -> int:
-        """Cost per choice of the part of the reply that the prompt already contains, in tokens."""
+        """Cost (in tokens), per choice, of the beginning of the reply that the prompt already contains."""
         return self._num_begun_chars // CHARS_A_TOKEN
 
     def all_of(self, index: int) -> Sequence[ReplySegment]:

@@ -208,7 +208,7 @@ def route_extensions(body: GenerationBody, output: RequestOutput, piece: Complet
 def num_ending_entries(
     body: GenerationBody | ResponsesBody, generation: Generation, pieces: Sequence[CompletionPiece]
 ) -> int:
-    """Return the cost of the fields and routes of finished completions, in entries; 0 if not requested."""
+    """Return the cost (in entries) of finished completions' fields and routes; 0 if not requested."""
     ended = [piece for piece in pieces if piece.finish_reason is not None]
     num_entries = sum(len(piece.completion.token_ids) for piece in ended) if body.field_logprobs else 0
     if getattr(body, "return_routed_experts", None):

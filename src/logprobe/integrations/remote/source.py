@@ -84,7 +84,7 @@ class ServerRows:
         self._is_closed = False
 
     def fetch(self, path: str) -> bytes:
-        """Return the server's reply at `path`, without an event loop; raises the errors of `Link.get`."""
+        """Return the server's reply at `path`, blocking the caller; raises the errors of `Link.get`."""
         return self._bridge.run(self._link.get(path, TOKENIZER_BYTES))
 
     @property

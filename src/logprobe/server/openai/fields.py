@@ -105,7 +105,7 @@ def chat_params(
         ApiError: 400 if a field is invalid, unsupported, or conflicts with another field.
     """
     if body.top_logprobs is not None and not body.logprobs and has_effect(body, "top_logprobs"):
-        raise bad_request("top_logprobs", "requires logprobs: true")
+        raise bad_request("top_logprobs", "is allowed only if logprobs is true; set logprobs as well")
     check_max_logprobs("top_logprobs", body.top_logprobs, settings)
     is_twice = body.max_tokens is not None and body.max_completion_tokens is not None
     if is_twice and body.max_tokens != body.max_completion_tokens:
@@ -129,7 +129,7 @@ def responses_params(
     check_max_logprobs("top_logprobs", body.top_logprobs, settings)
     has_logprobs = LOGPROBS in (body.include or ())
     if body.top_logprobs and not has_logprobs:
-        raise bad_request("top_logprobs", f"requires include: [{LOGPROBS!r}]")
+        raise bad_request("top_logprobs", f"is allowed only if include contains {LOGPROBS!r}")
     if body.prompt is not None:
         raise bad_request(
             "prompt", "stored prompts are not supported; send input", code="unsupported_parameter"
@@ -170,7 +170,7 @@ def completion_params(body: CompletionBody, settings: ServerSettings) -> Samplin
             )
         fixed["prompt_logprobs"] = body.logprobs
     if fixed["max_tokens"] == 0 and not body.echo and body.prompt_logprobs is None:
-        raise bad_request("max_tokens", "0 requires echo: true or prompt_logprobs")
+        raise bad_request("max_tokens", "0 is allowed only if echo is true or prompt_logprobs is set")
     if body.best_of is not None and body.stream and body.best_of > (body.n or 1):
         raise bad_request(
             "best_of", "cannot be streamed: the best are known only at the end; set best_of = n"

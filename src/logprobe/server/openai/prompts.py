@@ -60,7 +60,7 @@ class Prompt:
 
 
 def read_prompts(body: CompletionBody, max_tokens: int, service: Service) -> list[Prompt]:
-    """Read the prompts in a body: a text, a list of ids, or a list of several texts or several lists of ids.
+    """Read the prompts in a body: a text or a list of ids, or a list of texts or of lists of ids.
 
     `max_tokens` is the number of tokens to generate.
 

@@ -149,11 +149,11 @@ class ChatShape(ChoicesShape[ChatBody]):
 
     @property
     def begun_entries(self) -> int:
-        """Cost per choice of the part of the reply that the prompt already contains, in entries."""
+        """Cost (in entries), per choice, of the beginning of the reply that the prompt already contains."""
         return self._splitter.begun_entries
 
     def num_entries(self, pieces: Sequence[CompletionPiece]) -> int:
-        """Return the cost of writing held-back text and the ends of choices, in entries."""
+        """Return the cost (in entries) of writing held-back text and the ends of choices."""
         return sum(map(self._splitter.num_entries, pieces)) + num_ending_entries(
             self._body, self._generation, pieces
         )

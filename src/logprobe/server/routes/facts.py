@@ -132,7 +132,7 @@ def _reply_form(service: Service) -> dict[str, Any] | None:
 
 
 async def logits_processors(request: HttpRequest, service: Service) -> Response:
-    """List the registered logits processors, and those that the server could be started with."""
+    """List the registered logits processors, and others with which the server can be started."""
     return await service.documents.reply(request, "logits_processors", lambda: _processors(service))
 
 

@@ -278,7 +278,7 @@ def prepare_rerank(body: RerankBody, service: Service) -> AnswerRequest:
 
 
 def ranked(scores: Sequence[float], documents: Sequence[str] | None) -> list[dict[str, Any]]:
-    """Return document indices with scores, best first; equal scores keep their order, and NaN comes last."""
+    """Return document indices with scores, best first; ties keep their order, and NaN comes last."""
     order = sorted(range(len(scores)), key=lambda place: (math.isnan(scores[place]), -scores[place]))
     results = [finite_fields({"index": place, "relevance_score": scores[place]}) for place in order]
     if documents is None:
