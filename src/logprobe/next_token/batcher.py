@@ -70,7 +70,7 @@ def check_batching(*, batch_size: object = 1, timeout: object = 0) -> None:
     """Validate the batch size and the timeout.
 
     Raises:
-        ParameterError: one of the two is out of range.
+        ParameterError: the batch size or the timeout is out of range.
     """
     is_count = isinstance(batch_size, int) and batch_size >= 1
     require(is_count, "batch_size", f"must be a positive number of requests, got {batch_size!r}")

@@ -170,7 +170,7 @@ ELSEWHERE: Final = {
 
 
 def remedy_for(request: HttpRequest) -> str:
-    """Return the remedy for an unknown path, which is often a client's base URL without /v1."""
+    """Return the remedy for an unknown path; often, the client's base URL lacks /v1."""
     if remedy := ELSEWHERE.get(request.scope["path"].removeprefix(VERSION)):
         return remedy
     scope = dict(request.scope, path=VERSION + request.scope["path"])

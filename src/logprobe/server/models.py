@@ -128,9 +128,8 @@ class Models(ServerState):
         """Return the model that a request names, loading it if necessary; it stays loaded until `leave`.
 
         Raises:
-            ApiError: 413 if the body, which is read for the model's name, is too large, 408 if the body
-                arrives too slowly, 429 if there is no memory for the model at the moment, or 503 if the model
-                cannot be loaded.
+            ApiError: 413 (body, which is read for the model's name, too large), 408 (body too slow), 429 (no
+                memory for the model at the moment) or 503 (the model cannot be loaded).
             ClientGoneError: the client disconnected before the model was loaded.
         """
         if not self.further:

@@ -238,7 +238,7 @@ class Generation:
 async def merged(sources: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[T]:
     """Yield the items of all sources as they arrive.
 
-    Closing the generator closes all sources, and so does an error in one of them.
+    All sources are closed if the generator is closed, or if one source raises an error.
     """
     waiting = {asyncio.ensure_future(anext(source, None)): source for source in sources}
     try:

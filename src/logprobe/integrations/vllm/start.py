@@ -102,9 +102,9 @@ def telling_refusals(model: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError) as error:
-        raise ParameterError(OPTIONS, f"vLLM rejects them: {error}") from error
+        raise ParameterError(OPTIONS, f"vLLM rejects these options: {error}") from error
     except Exception as error:
-        raise ModelError(f"{model}: vLLM cannot run it: {error}") from error
+        raise ModelError(f"{model}: vLLM cannot run this model: {error}") from error
 
 
 async def _new_llm(args: Any) -> Any:

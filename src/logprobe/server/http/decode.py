@@ -54,9 +54,9 @@ async def read(
     decoded again.
 
     Raises:
-        ApiError: 415 if the media type is wrong, 413 if the body is too large, 408 if it arrives too slowly,
-            400 if it is not valid JSON, has an unknown, missing or mistyped field, or exceeds a limit, 429 if
-            the server is full, and 503 if the server or engine stops while the request waits.
+        ApiError: 415 (wrong media type), 413 (body too large), 408 (body too slow), 400 (invalid JSON; an
+            unknown, missing or mistyped field; or a limit exceeded), 429 (server full) or 503 (server or
+            engine stopped while the request waited).
         ClientGoneError: the client disconnected.
     """
     check_media_type(request.headers.get("content-type"))

@@ -318,7 +318,7 @@ def structured_format(body: GenerationBody) -> dict[str, Any] | None:
 
 @contextmanager
 def named_as_asked(body: GenerationBody | ResponsesBody, *, is_call: bool = False) -> Iterator[None]:
-    """Make errors about `response_format` name the body field that set it: `tools` for tool calls."""
+    """Make errors about `response_format` name the body field that set it (`tools` for tool calls)."""
     try:
         yield
     except (ParameterError, ApiError) as error:

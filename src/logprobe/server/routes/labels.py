@@ -57,7 +57,7 @@ async def judge(request: HttpRequest, service: Service) -> Response:
 
 
 async def rerank(request: HttpRequest, service: Service) -> Response:
-    """Rank documents by their relevance to a query, in [0, 1], most relevant first."""
+    """Rank documents by relevance to a query (0 to 1), the most relevant first."""
     return await _answered(request, service, RerankBody, prepare_rerank)
 
 

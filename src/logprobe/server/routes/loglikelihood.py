@@ -93,7 +93,7 @@ def _reply(
 
 @dataclass(frozen=True, slots=True)
 class LoglikelihoodRequest:
-    """The engine requests: each continuation after its context and, for `unconditional`, without it."""
+    """The engine requests: each continuation after its context and, for `unconditional`, alone."""
 
     reply_id: str
     model: str  # name in the reply
