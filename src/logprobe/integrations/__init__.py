@@ -1,6 +1,6 @@
-"""Optional integrations with other packages, which the rest of this library does not import.
+"""Optional integrations with other packages; the rest of this library does not import these modules.
 
-The modules are loaded by name: engines from `config.ENGINES`, language models from the lazy names in
+They are loaded by name: engines from `config.ENGINES`, language models from the lazy names in
 `logprobe`.
 """
 

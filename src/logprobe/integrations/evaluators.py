@@ -1,4 +1,4 @@
-"""Models for evaluation tools, which score pairs of token ids and generate from token ids in large batches.
+"""Models for evaluation tools: score pairs of token id lists, and generate from token ids, in large batches.
 
 `InProcess` runs a model in this process; `Served` uses a server of this library. The modules `lm_eval` and
 `lighteval` use them.
@@ -67,7 +67,7 @@ def prefix_token_id(model: InProcess | Served) -> int:
     """Return the id of the token to put before a text without context: BOS, or EOS if there is no BOS.
 
     Raises:
-        ParameterError: the model has neither.
+        ParameterError: the model has neither BOS nor EOS.
     """
     tokenizer = model.tokenizer
     first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
@@ -223,7 +223,7 @@ class Served:
         """Generate `params.n` texts for each prompt, with `/v1/completions`.
 
         Raises:
-            ParameterError: a field is set that is not sent to servers, or the server rejects a field.
+            ParameterError: a field of `params` is not supported with a server, or the server rejects a field.
         """
         for one in params:
             _check_carried(one)

@@ -1,8 +1,8 @@
 """Subclasses of genlm-backend's `AsyncLM` that run this library, for genlm-control and similar packages.
 
 Use `PromptedLLM(LogprobeLM.from_name("smollm2"))`, or `LogprobeVirtualLM` for a model that runs in vLLM.
-Within `serve_by_name()`, `PromptedLLM.from_name(name, backend="hf")`, or "vllm", loads a model with this
-library.
+Within `serve_by_name()`, `PromptedLLM.from_name(name, backend="hf")` loads a model with this library, and
+`backend="vllm"` loads a model with this library in vLLM.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class GenlmLM(GenlmAsyncLM):  # type: ignore[misc]  # genlm-backend has no types
         seed: int | None = None,
         lora_name: str | None = None,
     ) -> list[int]:
-        """Sample until one of `eos_token_ids`, which is not returned; no other token ends the sample."""
+        """Sample until any of `eos_token_ids`, which is not returned; no other token ends the sample."""
         return await self.lm.sample(
             prompt_token_ids, max_tokens, eos_token_ids, temperature, seed, lora=lora_name, ignore_eos=True
         )
@@ -233,7 +233,7 @@ def _check_given(token_ids: Sequence[int]) -> None:
 
 @contextmanager
 def serve_by_name() -> Iterator[None]:
-    """Within the block, the backends "hf" and "vllm" in genlm-backend and genlm-control load this library."""
+    """Within the block, genlm-backend's backends "hf" and "vllm" load models with this library."""
     own = genlm_llm.AsyncTransformer, genlm_llm.AsyncVirtualLM
     genlm_llm.AsyncTransformer, genlm_llm.AsyncVirtualLM = LogprobeLM, LogprobeVirtualLM
     try:

@@ -207,7 +207,7 @@ class LogprobeAPI(ModelAPI):  # type: ignore[misc]  # untyped without inspect-ai
             require(
                 is_free,
                 "response_schema",
-                "cannot be combined with tool_choice any or a tool; leave one of them out",
+                "cannot be combined with tool_choice any or a named tool; leave one of them out",
             )
             params = replace(params, response_format=calls)
         is_formed = calls is None and params.response_format is not None
@@ -217,7 +217,7 @@ class LogprobeAPI(ModelAPI):  # type: ignore[misc]  # untyped without inspect-ai
     def _plain_prompt(
         self, messages: list[Any], functions: Sequence[Any], variables: Mapping[str, Any]
     ) -> tuple[str, list[int]]:
-        """Return the text of a single user message, and its ids or the `prompt_token_ids` in its metadata."""
+        """Return a single user message's text and token ids (`prompt_token_ids` in its metadata, if set)."""
         [*before, message] = messages
         is_one = not before and isinstance(message, ChatMessageUser) and not functions and not variables
         remedy = "supports only a single user message without tools or template variables; leave it out"
@@ -242,7 +242,9 @@ class LogprobeAPI(ModelAPI):  # type: ignore[misc]  # untyped without inspect-ai
         is_named = isinstance(tool_choice, ToolFunction)
         is_single = config.parallel_tool_calls is False
         if not functions or not (is_named or tool_choice == "any"):
-            remedy = "False needs tool_choice any or a tool; set it, or leave parallel_tool_calls out"
+            remedy = (
+                "False requires tool_choice any or a named tool; set one, or leave parallel_tool_calls out"
+            )
             require(not (functions and is_single), "parallel_tool_calls", remedy)
             return None
         form = self._form()
@@ -258,7 +260,7 @@ class LogprobeAPI(ModelAPI):  # type: ignore[misc]  # untyped without inspect-ai
         return template_of(self.text) if self.use_chat_template else None
 
     def _reply(self, asked: Asked, output: RequestOutput) -> dict[str, Any]:
-        """Convert an output to an OpenAI chat completion, with the extensions of our server and vLLM's."""
+        """Convert an output to an OpenAI chat completion, with vLLM's extension `prompt_logprobs`."""
         num_prompt, num_tokens = (
             len(output.prompt_token_ids),
             sum(len(one.token_ids) for one in output.outputs),

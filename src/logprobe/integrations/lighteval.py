@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 class LogprobeConfig(ModelConfig, extra="allow"):  # type: ignore[misc,call-arg]  # lighteval has no types
     """Settings of `LogprobeModel`.
 
-    Further allowed fields are those of `EngineConfig` or, with `base_url`, `num_concurrent`.
+    Further fields are those of `EngineConfig`; with `base_url`, the only further field is `num_concurrent`.
 
     Attributes:
         model_name: a known name, a folder, a `.gguf` file or a Hugging Face id; with `base_url`, a name that
@@ -48,7 +48,7 @@ class LogprobeConfig(ModelConfig, extra="allow"):  # type: ignore[misc,call-arg]
         api_key: the server's API key.
         lora: folder of a LoRA adapter; with `base_url`, the name of an adapter that the server has loaded.
         max_length: maximum sequence length in tokens; None for the length of the model's context.
-        add_special_tokens: if True, add BOS before prompts if the tokenizer adds it to texts.
+        add_special_tokens: whether the tokenizer may add special tokens, such as BOS, to prompts.
         override_chat_template: whether to use the chat template; None to use the template if there is one.
     """
 
@@ -98,7 +98,7 @@ class LogprobeModel(LightevalModel):  # type: ignore[misc]
 
     @property
     def add_special_tokens(self) -> bool:
-        """True if BOS is added before prompts."""
+        """True if the tokenizer may add special tokens, such as BOS, to prompts."""
         return bool(self._add_special_tokens)
 
     @property
@@ -107,7 +107,7 @@ class LogprobeModel(LightevalModel):  # type: ignore[misc]
         return int(self._max_length)
 
     def loglikelihood(self, docs: list[Doc]) -> list[ModelResponse]:
-        """Return the log-probability (nats) of each choice after its prompt, truncated on the left."""
+        """Return the log-probability (nats) of each choice; long prompts are truncated on the left."""
         pairs = [self._pairs(doc) for doc in docs]
         scores = iter(self.model.score([self._cut(*pair) for own in pairs for pair in own]))
         return [self._response(own, [next(scores) for _ in own]) for own in pairs]

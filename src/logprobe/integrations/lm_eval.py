@@ -5,9 +5,9 @@
 
 runs the harness's own command with this model registered (0.4.13 has no plug-in mechanism for models). In
 Python, importing this module makes `simple_evaluate(model="logprobe", ...)` work. Contexts that requests
-share are computed once, and in process a whole task is one batch. A server provides its tokenizer and chat
-template, so that `--apply_chat_template` needs no local files. Splits, windows and truncation are the same as
-in the harness's `hf` model, and so are the scores. Needs the extra `lm-eval`.
+share are computed once. If the model runs in this process, a whole task is one batch. A server provides its
+tokenizer and chat template, so that `--apply_chat_template` needs no local files. Splits, windows and
+truncation are the same as in the harness's `hf` model, and so are the scores. Needs the extra `lm-eval`.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class LogprobeHarnessLM(TemplateLM):  # type: ignore[misc]  # the harness carrie
 
     @property
     def eot_token_id(self) -> int:
-        """Id of the end-of-text token."""
+        """Id of the end-of-sequence token."""
         token_id: int = self.tokenizer.eos_token_id
         return token_id
 
@@ -141,7 +141,7 @@ class LogprobeHarnessLM(TemplateLM):  # type: ignore[misc]  # the harness carrie
         return [(score.logprob, score.is_greedy) for score in scores]
 
     def _cut(self, context: list[int], continuation: list[int]) -> Pair:
-        """Return the pair with the context cut to the last `max_length` + 1 tokens, as in the harness."""
+        """Cut the context so that the pair has at most `max_length` + 1 tokens, as in the harness."""
         excess = len(context) + len(continuation) - (self.max_length + 1)
         return (context[excess:], continuation) if excess > 0 else (context, continuation)
 

@@ -62,7 +62,7 @@ _answered: Codec[ScoredBatch | Failed] = Codec(ScoredBatch | Failed)
 
 
 class RayPool:
-    """Models on the actors of a Ray cluster, which `score_dataset` accepts in place of an `LLM`.
+    """Models on the actors of a Ray cluster; `score_dataset` accepts a pool in place of an `LLM`.
 
     Args:
         open_llm: model factory, which each actor calls: a class, function or `functools.partial` that every
@@ -78,7 +78,7 @@ class RayPool:
         self._settings = RaySettings(**settings)
 
     def workers(self, sources: Sequence[Source], settings: RowSettings) -> RayWorkers:
-        """Return an object that scores the rows in files on the cluster.
+        """Return an object that scores the rows of `sources` on the cluster.
 
         Raises:
             InputError: a source is standard input, which other processes cannot read.
@@ -89,7 +89,7 @@ class RayPool:
 
 
 class RayWorkers:
-    """Scores the rows in files on a cluster, one data set at a time."""
+    """Scores the rows of files with the actors of a cluster, one data set at a time."""
 
     def __init__(
         self, open_llm: OpenScorer, sources: Sequence[Source], settings: RowSettings, cluster: RaySettings
@@ -172,7 +172,7 @@ def read_rows_here(
 
 
 class StartCounter:
-    """Counts how often actors start, because Ray restarts actors that die without limit."""
+    """Counts how often actors start, because Ray itself restarts dead actors without limit."""
 
     def __init__(self) -> None:
         self._num_starts = 0

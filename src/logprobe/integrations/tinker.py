@@ -40,13 +40,14 @@ NO_LOGPROB: Final = -99999.0  # with id 0: an empty cell of Tinker's top-k matri
 class TinkerSampler:
     """The sampling interface of `tinker.SamplingClient`.
 
-    Results have the log-probabilities of the model's own distribution, as Tinker's do. With
-    `processed_logprobs`, sampled tokens have those of the distribution that they were sampled from.
+    Results have the log-probabilities of the model's own distribution, as Tinker's results do. With
+    `processed_logprobs`, sampled tokens have log-probabilities of the distribution from which they were
+    sampled.
 
     Args:
         model: a model's name or folder, the address of a server (`http://...`), or an `AsyncLLM` or
             `RemoteLLM`, which the caller closes.
-        logprobs_mode: `raw_logprobs` or `processed_logprobs`, of sampled tokens.
+        logprobs_mode: `raw_logprobs` or `processed_logprobs`; applies to sampled tokens.
         settings: further arguments of `AsyncLLM`, or of `RemoteLLM` for an address.
 
     Example:
@@ -79,7 +80,7 @@ class TinkerSampler:
         self._bridge = LoopThread()
 
     def close(self) -> None:
-        """Release a model that was opened by name or address, which ends its requests; wait for others."""
+        """Close a model opened by name or address, ending its requests; otherwise wait for the requests."""
         is_owner, self._is_owner = self._is_owner, False  # a second call does nothing
         if is_owner:
             self._bridge.run(_close(self._model))
@@ -173,8 +174,8 @@ class TinkerSampler:
     async def sample_json(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Answer a Tinker sample request that is a JSON object; needs no further package.
 
-        This is `sample` of SkyRL's `RemoteInferenceClient`: the object may also be the value of `json` in
-        `request`. Fields: `prompt` (`chunks`, each with `tokens`), `num_samples`, `sampling_params`,
+        As in `sample` of SkyRL's `RemoteInferenceClient`, `request` may also have the object under the key
+        `json`. Fields: `prompt` (`chunks`, each with `tokens`), `num_samples`, `sampling_params`,
         `include_prompt_logprobs` or `prompt_logprobs`, `topk_prompt_logprobs`; others are ignored.
 
         Returns:
@@ -238,7 +239,7 @@ class TinkerSampler:
     async def _generate(
         self, ids: list[int], params: SamplingParams, scored: SamplingParams | None
     ) -> tuple[RequestOutput, RequestOutput | None]:
-        """Return the completions of a prompt and, if requested, its own rows, which have no temperature."""
+        """Return the completions of a prompt and, if requested, the prompt's rows, without temperature."""
         asked = [params] if scored is None else [params, scored]
         outputs = await self._model.generate([ids] * len(asked), asked)
         return outputs[0], outputs[1] if scored is not None else None
@@ -302,7 +303,7 @@ def _tinker_types() -> Any:
 
 
 def _future(types: Any, future: Any) -> Any:
-    """Return a future of a coroutine as Tinker's, which can also be awaited."""
+    """Wrap a future in Tinker's `APIFuture`, which can also be awaited."""
 
     class SamplerFuture(types.APIFuture):  # type: ignore[misc]
         def future(self) -> Any:
@@ -343,7 +344,7 @@ def _targets_of(targets: tinker.TensorData, num_tokens: int) -> Array:
 
 
 def _scoring(is_scored: bool, k: int, targets: Array | None) -> SamplingParams | None:
-    """Return the parameters of the request that scores the prompt; None: not requested."""
+    """Return the parameters of the request that scores the prompt; None if no scores are requested."""
     if not is_scored and not k and targets is None:
         return None
     named = None
@@ -380,7 +381,7 @@ def _of_prompt(output: RequestOutput, k: int, last_n: int | None) -> dict[str, A
 
 
 def _of_targets(types: Any, output: RequestOutput, targets: Array) -> Any:
-    """Return the log-probabilities of the requested ids, 0 where the id is -1."""
+    """Return the log-probabilities of the requested ids; 0 where a target id is -1."""
     assert output.prompt_logprobs is not None, "prompt_logprobs were requested"
     values = np.zeros(targets.shape, np.float32)
     given = output.prompt_logprobs.given

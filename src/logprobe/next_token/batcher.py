@@ -36,7 +36,7 @@ class LoopBatch(Generic[T]):
 
 @final
 class LoopBatches(Generic[T]):
-    """Collect items per event loop, and call `hand_over` with them, in order, at the end of its iteration."""
+    """Collect items per event loop; when the loop's iteration ends, call `hand_over` with them, in order."""
 
     def __init__(self, hand_over: Callable[[list[T]], None]) -> None:
         self._hand_over = hand_over
@@ -70,7 +70,7 @@ def check_batching(*, batch_size: object = 1, timeout: object = 0) -> None:
     """Validate the batch size and the timeout.
 
     Raises:
-        ParameterError: one of the two is out of range.
+        ParameterError: the batch size or the timeout is out of range.
     """
     is_count = isinstance(batch_size, int) and batch_size >= 1
     require(is_count, "batch_size", f"must be a positive number of requests, got {batch_size!r}")
@@ -105,8 +105,9 @@ class Computation:
 class Batcher:
     """Collect row requests and start them together, computing each distinct prefix once.
 
-    Requests start immediately if the source is busy; otherwise, when `batch_size` requests wait or
-    `timeout_s` seconds after the first. Both limits can be changed at any time and apply to later requests.
+    Requests start immediately if the source is busy or a request is urgent. Otherwise, they start when
+    `batch_size` requests wait, or `timeout_s` seconds after the first request. Both limits can be changed at
+    any time and apply to later requests.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class Batcher:
     def ask(
         self, prefixes: Iterable[Prefix], *, is_urgent: bool = False, uses_cache: bool = True
     ) -> list[Waiter]:
-        """Request the rows of prefixes, from any event loop; return a future of a row for each prefix."""
+        """Request the rows of prefixes, from any event loop; return one future of a row per prefix."""
         asks = [Ask(prefix, Future(), is_urgent, uses_cache) for prefix in prefixes]
         self._gathered.add(asks)
         return [ask.waiter for ask in asks]
@@ -142,7 +143,7 @@ class Batcher:
         self._bridge.post(self._close)
 
     def _close(self) -> None:
-        self._closed = EngineClosedError("this model was cleaned up; make a new one")
+        self._closed = EngineClosedError("this model was closed; make a new one")
         self._end_all(self._closed)
 
     def _send(self, asks: Sequence[Ask]) -> None:

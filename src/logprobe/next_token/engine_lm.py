@@ -70,7 +70,7 @@ class EngineLM(NextTokenLM[ArrayT], Generic[ArrayT]):
     def add_lora(self, name: str, path: str | Path) -> None:
         """Load a LoRA adapter from a folder; select it with `set_lora` or `lora=`.
 
-        Loading the same name again replaces the adapter; requests in flight keep the old one.
+        Loading the same name again replaces the adapter; requests in flight keep the old adapter.
 
         Raises:
             ModelError: the folder cannot be read, or the adapter does not fit the model.
@@ -95,7 +95,7 @@ class EngineLM(NextTokenLM[ArrayT], Generic[ArrayT]):
         """Replace the model's weights as `LLM.load_weights` does; rows of the old weights are not reused.
 
         Raises:
-            ModelError: the weights cannot be loaded; the old ones stay in use.
+            ModelError: the weights cannot be loaded; the old weights stay in use.
             ParameterError: an argument is invalid.
         """
         self._check_open()

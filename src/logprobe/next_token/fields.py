@@ -1,4 +1,4 @@
-"""`FieldSums`: requests next-token rows for the fields in a JSON reply; `analysis.members` adds them up."""
+"""`FieldSums`: requests next-token rows for a JSON reply's fields; `analysis.members` sums probabilities."""
 
 from __future__ import annotations
 
@@ -116,15 +116,15 @@ class FieldSums:
         schema: JSON schema of the reply; None for the schema in the request's `response_format`.
         index: index of the completion in `output.outputs`.
         max_rows: maximum number of rows for the members of one field.
-        max_rows_in_all: maximum number of rows for all fields. If more than half of these would be needed to
-            find the exact probabilities of values that share tokens with the text around them, `raw` and
-            `processed` keep their bounds. If the schema enumerates very many members, fields at the end of
-            the reply get none.
+        max_rows_in_all: maximum number of rows for all fields. Exact probabilities of values that share
+            tokens with the text around them take some of these rows; if they would take more than half, `raw`
+            and `processed` have bounds instead. If the schema enumerates very many members, fields at the end
+            of the reply get no members.
 
     Raises:
-        ParameterError: the completion has no raw log-probabilities, or its weights were replaced. Or the text
-            is not JSON. Or the schema is missing, enumerates no values, or is not supported. Or a limit is
-            invalid.
+        ParameterError: the completion has no raw log-probabilities, its weights were replaced, or its text is
+            not JSON; the schema is missing, enumerates no values, or is not supported; or `index` or
+            `max_rows` is invalid.
     """
 
     def __init__(
@@ -235,7 +235,7 @@ class FieldSums:
 
     @property
     def _has_grammar_alone(self) -> bool:
-        """True if only the grammar changes the distribution, not truncation or other processors."""
+        """True if only the grammar changes the distribution (no temperature, truncation or processors)."""
         params, pipeline = self._params, self._loaded.processors
         if pipeline is not None and pipeline.applies_to_all:
             return False
@@ -328,7 +328,7 @@ def _schema_of(schema: Any, grammar: GrammarArgs | None) -> Schema:
     if schema is None and grammar is not None:
         schema = grammar.json_schema
     remedy = "completion.fields() needs no schema"
-    missing = "is missing, and the request's response_format has none; pass it"
+    missing = "is missing, and the request's response_format has none; pass a schema"
     require(schema is not None, "schema", f"{missing}, or do without: {remedy}")
     known = Schema(schema)
     names = "enumerates no values: it has no enum, const, boolean or bounded integer"

@@ -1,6 +1,6 @@
 """`NextTokenLM`: base class for models that return next-token distributions.
 
-Its subclasses choose where rows are computed and what type of array callers get: `RemoteLLM` gets them from a
+Its subclasses choose where rows are computed and what type of array callers get: `RemoteLLM` gets rows from a
 server, and `EngineLM`, the base class of `AsyncLM` and `AsyncVirtualLM`, from an engine of this program. The
 methods are defined in the base classes, grouped by topic.
 """

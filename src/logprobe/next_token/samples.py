@@ -37,7 +37,7 @@ class Samples(BaseLM):
         lora: str | None = None,
         ignore_eos: bool | None = None,
     ) -> SampledIds:
-        """Sample up to `max_tokens` tokens; stop before the first of `eos_token_ids` or at the context limit.
+        """Sample up to `max_tokens` tokens; stop before any of `eos_token_ids`, or at the context limit.
 
         Args:
             prompt_token_ids: token ids of the prompt.

@@ -32,13 +32,15 @@ class RowSource(Protocol):
 
     @property
     def is_busy(self) -> bool:
-        """True if requests are running or waiting; waiting for a larger batch then gains nothing."""
+        """True if requests are running or waiting; a new request then need not wait for a larger batch."""
 
     def capabilities(self) -> Capabilities:
         """Return the capabilities of the engine."""
 
     def loads(self, lora: str | None) -> tuple[int, int]:
         """Return the load numbers of a LoRA adapter (0 for None) and of the model's weights.
+
+        A load number changes whenever the adapter or the weights are loaded again.
 
         Raises:
             ParameterError: the LoRA name is unknown.

@@ -1,4 +1,4 @@
-"""Answers a request with a generation, in the type that its `Accept` header asks for."""
+"""Run the generation of a request, and reply in the media type that the `Accept` header asks for."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ async def answer(
     """Run a generation and return the reply; the generation is aborted if the client disconnects.
 
     Raises:
-        LogprobeError: a generation without streaming failed.
-        ApiError: the `Accept` header asks for a binary type that the server or the request does not allow.
+        LogprobeError: the generation failed, and the reply is not streamed.
+        ApiError: the `Accept` header asks for a binary type that the server does not offer, or that cannot be
+            combined with another field of the request.
         ClientGoneError: the client disconnected before the reply.
     """
     media_type = media_type_of(request)

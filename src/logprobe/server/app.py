@@ -170,7 +170,7 @@ ELSEWHERE: Final = {
 
 
 def remedy_for(request: HttpRequest) -> str:
-    """Return the remedy for an unknown path, which is often a client's base URL without /v1."""
+    """Return the remedy for an unknown path; often, the client's base URL lacks /v1."""
     if remedy := ELSEWHERE.get(request.scope["path"].removeprefix(VERSION)):
         return remedy
     scope = dict(request.scope, path=VERSION + request.scope["path"])
@@ -186,7 +186,7 @@ class OwnPort:
         self._app, self._figures, self._address = app, figures, address
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on according to the server address at which it arrived."""
+        """Pass a request to the metrics or to the application, by the server address at which it arrived."""
         app = self._figures if scope["server"] == self._address else self._app
         await app(scope, receive, send)
 
@@ -209,7 +209,8 @@ def serve(
         config: engine configuration of the first model.
         settings: settings of the server.
         further: additional models by name, which are loaded on demand.
-        ready: called with the server's URL once it listens and the models are loaded.
+        ready: called with the server's URL once the server listens and the first and preloaded models are
+            loaded.
 
     Raises:
         ModelError: a model or LoRA weights cannot be loaded.

@@ -1,6 +1,6 @@
 """Replies as Arrow streams and Parquet files, for requests whose `Accept` header asks for them.
 
-What needs pyarrow (extra `arrow`) is imported in methods, so that a worker thread imports it.
+Modules that need pyarrow (extra `arrow`) are imported inside methods, so that worker threads import them.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ async def answer_binary(
 
 
 class ReplyWriter:
-    """Writes the rows of one reply; the `Shape` of its route writes everything else as JSON."""
+    """Writes the rows of one reply; the `Shape` of the route writes the other fields as JSON."""
 
     def __init__(self, service: Service, generation: Generation, shape: Shape) -> None:
         self._service, self._generation, self._shape = service, generation, shape
@@ -111,7 +111,7 @@ class ReplyWriter:
         return self._closing({ERROR_KEY: msgspec.json.encode(error.to_dict())})
 
     def _step(self, pieces: Sequence[CompletionPiece]) -> tuple[ReplySchema, bytes]:
-        """Return the schema of the stream, and the rows of pieces, which begin with it if it was not sent."""
+        """Return the stream's schema and the pieces' rows as bytes, with the schema first if unsent."""
         parts = [part for piece in pieces for part in self._parts(piece)]
         parts = [part for part in parts if part.token_ids]
         schema, opening = self._begin()
@@ -127,7 +127,7 @@ class ReplyWriter:
         return self._counted(opening + schema.closing(metadata))
 
     def _begin(self) -> tuple[ReplySchema, bytes]:
-        """Return the schema of the stream, and its bytes if they were not sent yet."""
+        """Return the stream's schema and the schema's bytes, which are empty if they have been sent."""
         if self._schema is not None:
             return self._schema, b""
         schema = self._new_schema(self._kinds() if self._generation.outputs else {})
@@ -140,7 +140,7 @@ class ReplyWriter:
     # -- rows ------------------------------------------------------------------------------------------------
 
     def _parts(self, piece: CompletionPiece) -> Iterator[Part]:
-        """Yield the rows of a piece; those of a prompt come with the first piece of its first choice."""
+        """Yield the rows of a piece; the first piece of a prompt's first choice includes the prompt's."""
         from logprobe.records.replies import Part
 
         number, completion = self._generation.prompt_of(piece), piece.completion
@@ -157,7 +157,7 @@ class ReplyWriter:
             yield Part(f"{piece.index}/processed", own, piece.start, ids, texts)
 
     def _kinds(self) -> dict[str, FlatLogprobs | None]:
-        """Return a record of each kind, by the last part of its name."""
+        """Return one record of each kind, by the suffix of its name: "", "processed" or "prompt"."""
         first = self._generation.outputs[min(self._generation.outputs)]
         completion = first.outputs[0]
         records = {"": completion.logprobs, "processed": completion.processed_logprobs}
@@ -201,7 +201,7 @@ def _rows(record: FlatLogprobs | None) -> Any:
 
 
 def token_texts(piece: CompletionPiece) -> list[str]:
-    """Return the text of each token of a piece, which together are the piece's text."""
+    """Return the text of each token of a piece; joined, these texts are the piece's text."""
     if not piece.offsets:
         return []
     first = piece.offsets[0]

@@ -1,9 +1,9 @@
 """Request limits and admission control.
 
-A request that exceeds a limit gets a 400 that names the limit. A request that exceeds the capacity left at
-the moment waits in its caller's queue, or gets a 429 if the queue is full. One caller may use the whole
-capacity; on top of it there is a reserve for callers with few requests in progress. `openai.fields` checks
-the number of alternatives per position (`max_logprobs`).
+A request that exceeds a limit gets a 400 that names the limit. A request that exceeds the free capacity waits
+in its caller's queue, or gets a 429 if the queue is full. One caller may use the whole capacity, because
+callers with few requests in progress have a reserve in addition. `openai.fields` checks the number of
+alternatives per position (`max_logprobs`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ WHOLE_ROW_BYTES: Final = 2 * 4  # per entry of a whole row: one copy in the engi
 
 CHARS_A_VALUE: Final = 16  # characters of text that count as one value
 RESERVE_PART: Final = 8
-"""A limit has a reserve of 1/8 on top of it, for callers that use at most 1/8 of the reserve."""
+"""In addition to each limit, there is a reserve of 1/8, for callers that use at most 1/8 of the reserve."""
 _ESCAPED_MARK: Final = re.compile(rb"\\u00(?:[57][bB]|3[aA])")  # [ { :
 _ESCAPED_COMMA: Final = re.compile(rb"\\u002[cC]")
 MAX_DEPTH: Final = MAX_GRAMMAR_DEPTH  # nesting depth of values in a body
@@ -125,7 +125,7 @@ def check_values(settings: ServerSettings, data: bytes) -> None:
         most = settings.max_body_values
         raise bad_request(
             None,
-            f"the body may have {num_values} JSON values, but the server allows {most} (max_body_values); "
+            f"the body has up to {num_values} JSON values, but the server allows {most} (max_body_values); "
             "send a smaller body",
         )
 
@@ -174,7 +174,7 @@ def check_body(settings: ServerSettings, body: Any) -> None:
         check_count(settings, "max_requests", "prompt", len(prompts), "prompts")
         # Every prompt's request processes these fields again.
         shared = len(prompts) * sum(num_values(getattr(body, name, None)) for name in SHARED_FIELDS)
-        check_count(settings, "max_body_values", "prompt", shared, "prompts times values shared by them")
+        check_count(settings, "max_body_values", "prompt", shared, "values, counted once per prompt")
     for name in FREE_FIELDS:
         if is_deeper(getattr(body, name, None), MAX_DEPTH):
             raise bad_request(name, f"is nested deeper than {MAX_DEPTH} levels (max_depth)")
@@ -278,7 +278,7 @@ class Cost:
 
 
 class NoRoomError(ApiError):
-    """429: the capacity left at the moment is too small for `cost`, the cost of the request."""
+    """429: the free capacity is smaller than `cost`, the cost of the request."""
 
     def __init__(self, what: str, cost: Cost) -> None:
         full = server_full(what)
@@ -351,8 +351,7 @@ class Limits:
 
         Raises:
             ApiError: 400 if the cost alone exceeds a limit.
-            NoRoomError: the capacity left at the moment is too small, or earlier requests from the caller
-                wait.
+            NoRoomError: the free capacity is too small, or earlier requests from the caller are waiting.
         """
         for name, (limit, most) in self._max.items():
             amount = getattr(cost, name)
@@ -406,7 +405,7 @@ class Limits:
         return {name: self._in_use[name] for name in self._max}
 
     def _full(self, cost: Cost, caller: str) -> str | None:
-        """Describe the usage of the first resource that does not suffice for a cost; None if all suffice."""
+        """Describe the usage of the first resource that is too small for a cost; None if all suffice."""
         for name, (_, most) in self._max.items():
             amount = getattr(cost, name)
             holds = self._by_caller.get(caller, Counter())[name] + amount
@@ -431,7 +430,7 @@ class Limits:
                 self._add(waiter.cost, caller, 1)
 
     def _leave(self, waiter: _Waiter, caller: str) -> None:
-        """Remove a request that gave up from its queue, or release its ticket if it has one already."""
+        """Remove a waiter that gave up waiting, or release its ticket if it has already received one."""
         with self._lock:
             queue = self._queues.get(caller, deque())
             if (ticket := waiter.ticket) is None and waiter in queue:
@@ -477,9 +476,9 @@ class InProgress:
 
 
 def _max_for(most: int, holds: int) -> int:
-    """Return the most that all callers together may use, for a caller that would then use `holds`.
+    """Return the limit on the total use that applies to a caller whose own use would become `holds`.
 
-    The result includes the reserve if `holds` is small.
+    The limit includes the reserve if `holds` is small.
     """
     reserve = most // RESERVE_PART
     return most + reserve if holds <= max(reserve // RESERVE_PART, 1) else most
@@ -511,7 +510,9 @@ class Lifetime:
             ApiError: 503 if the drain time is over.
         """
         if self.is_over:
-            message = f"the server shut down before this finished (drain time {self.drain_s:g} s); retry it"
+            message = (
+                f"the server shut down before the request finished (drain time {self.drain_s:g} s); retry it"
+            )
             raise ApiError(503, message, code="shut_down")
 
 

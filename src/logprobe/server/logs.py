@@ -35,8 +35,8 @@ class TextLines(logging.Formatter):
 class JsonLines(logging.Formatter):
     """Formats log records as JSON lines.
 
-    Every line has the keys time (UTC), level, logger and message. If they exist, request_id, the items of the
-    record's `facts` and traceback are added.
+    Every line has the keys time (UTC), level, logger and message. A line also has the request_id, the
+    record's `facts` (one key each) and the traceback, if they exist.
     """
 
     def format(self, record: logging.LogRecord) -> str:

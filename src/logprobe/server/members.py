@@ -1,7 +1,7 @@
 """Probabilities of alternative values for the JSON fields in a reply (`field_logprobs: "members"`).
 
-The members of a field are the values that the schema allows for it, such as the values of an enum. Once a
-choice has finished, they are scored by computing further next-token distributions ("rows").
+The members of a field are the values that the schema allows for the field, such as the values of an enum.
+Once a choice has finished, the members are scored with further next-token distributions ("rows").
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class FoundFields:
 
 
 class FieldMembers:
-    """Scores the members of a reply's fields, one choice after another, with equal budgets of rows."""
+    """Scores the members of a reply's fields, choice by choice, with the same row limit for each choice."""
 
     def __init__(self, service: Service, num_choices: int) -> None:
         settings = service.settings

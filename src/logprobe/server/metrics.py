@@ -72,7 +72,7 @@ HISTOGRAMS: Final = {
         "first_token_s",
     ),
     "time_between_tokens_seconds": (
-        "Mean time per token after the first of a stream, in seconds.",
+        "Mean time per token after a stream's first token, in seconds.",
         BUCKETS_S,
         "token_s",
     ),

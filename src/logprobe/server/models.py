@@ -128,9 +128,8 @@ class Models(ServerState):
         """Return the model that a request names, loading it if necessary; it stays loaded until `leave`.
 
         Raises:
-            ApiError: 413 if the body, which is read for the model's name, is too large, 408 if the body
-                arrives too slowly, 429 if there is no memory for the model at the moment, or 503 if the model
-                cannot be loaded.
+            ApiError: 413 (body, which is read for the model's name, too large), 408 (body too slow), 429 (no
+                memory for the model at the moment) or 503 (the model cannot be loaded).
             ClientGoneError: the client disconnected before the model was loaded.
         """
         if not self.further:
@@ -156,7 +155,7 @@ class Models(ServerState):
         self._left_s[name] = runtime.monotonic()
 
     async def _named_by(self, request: HttpRequest, caller: str) -> str | None:
-        """Return the model name in a request's query or body; None without one or if the body is invalid."""
+        """Return the model name in a request's query or body; None if absent, or if the body is invalid."""
         if request.method != "POST":
             return request.query_params.get("model")
         request.scope[BODY] = data = await read_bytes(request, self.settings)
@@ -209,7 +208,7 @@ class Models(ServerState):
             may_leave = self.services.keys() & self._sizes.keys() - self.changed
             unused = [key for key in may_leave if not self._num_users[key]]
             if not unused:
-                raise server_full(f"the loaded models use {in_words(self._room)} and cannot be unloaded now")
+                raise server_full(f"further models share {in_words(self._room)}; none can be unloaded now")
             longest = min(unused, key=lambda key: self._left_s.get(key, 0.0))
             logger.info("unloading %s to make room for %s", longest, name)
             await asyncio.to_thread(self.services.pop(longest).close)

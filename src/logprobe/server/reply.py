@@ -1,4 +1,4 @@
-"""Generate a reply, whole or streamed: run the engine requests, cut outputs into pieces, and encode these.
+"""Generate a reply, whole or streamed: run engine requests, cut outputs into pieces, encode the pieces.
 
 Whole and streamed replies use the same code; a whole reply has a single piece per choice. A `Shape` converts
 pieces to the format of a route. The size of a reply is measured in entries: tokens and their alternatives.
@@ -74,7 +74,7 @@ class Generation:
 
         Raises:
             ParameterError: a prompt or its parameters are invalid.
-            ApiError: a limit is exceeded, or the capacity left at the moment is too small.
+            ApiError: a limit is exceeded, or the free capacity is too small.
         """
         self.reply_id = reply_id
         self.params = prompts[0][1]
@@ -123,12 +123,12 @@ class Generation:
 
     @property
     def num_entries(self) -> int:
-        """Size of the reply so far, in entries: prompt and completion tokens, and their alternatives."""
+        """Size (in entries) of the reply so far: prompt and completion tokens, and their alternatives."""
         num_entries = self._num_entries(self.num_prompt_tokens * self._num_echoes, self.num_completion_tokens)
         return num_entries + self._num_found(self.found)
 
     def num_entries_of(self, pieces: Sequence[CompletionPiece]) -> int:
-        """Return the size of pieces in entries; the first piece of a choice includes its prompt's entries."""
+        """Return the size (in entries) of pieces; a choice's first piece includes the prompt's entries."""
         requests = [self.requests[self.prompt_of(piece)] for piece in pieces if not piece.start]
         num_prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
         num_entries = self._num_entries(num_prompt_tokens, sum(piece.num_rows for piece in pieces))
@@ -238,7 +238,7 @@ class Generation:
 async def merged(sources: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[T]:
     """Yield the items of all sources as they arrive.
 
-    Closing the generator closes all sources, and so does an error in one of them.
+    All sources are closed if the generator is closed, or if one source raises an error.
     """
     waiting = {asyncio.ensure_future(anext(source, None)): source for source in sources}
     try:
@@ -308,11 +308,11 @@ class Shape(Protocol):
     """True if the closing chunks repeat the whole reply."""
 
     def num_entries(self, pieces: Sequence[CompletionPiece]) -> int:
-        """Return the cost of writing pieces, in entries, not counting their log-probability rows."""
+        """Return the cost (in entries) of writing pieces, not counting their log-probability rows."""
 
     @property
     def begun_entries(self) -> int:
-        """Cost of writing each choice of a whole reply, in entries, not counting its log-probability rows."""
+        """Cost (in entries), per choice, of the beginning of the reply that the prompt already contains."""
 
     def failed(self, error: ApiError) -> dict[str, Any]:
         """Return the error chunk of a failed stream."""

@@ -32,7 +32,7 @@ CHARS_A_TOKEN: Final = 4  # splitting this many characters takes at most as long
 
 
 def end_of(prompt: str) -> str:
-    """Return the end of a prompt, the only part in which the reply may begin."""
+    """Return the end of a prompt; only this part may contain the beginning of the reply."""
     return prompt[-MAX_BEGUN_CHARS:]
 
 
@@ -98,10 +98,10 @@ class Splitter:
         return self._num_calls[index]
 
     def num_entries(self, piece: CompletionPiece) -> int:
-        """Return the cost of writing a piece without its tokens, in tokens.
+        """Return the cost (in tokens) of writing a piece, in addition to the piece's own tokens.
 
-        This is the cost of the text that the choice has held back so far and, for the choice's last piece, of
-        all segments of the choice, which are processed again.
+        This is the cost of the text that the choice has held back so far. For the choice's last piece, the
+        cost of all segments of the choice is added, because these are processed again.
         """
         if self._form is None:
             return 0
@@ -112,7 +112,7 @@ class Splitter:
 
     @property
     def begun_entries(self) -> int:
-        """Cost per choice of the part of the reply that the prompt already contains, in tokens."""
+        """Cost (in tokens), per choice, of the beginning of the reply that the prompt already contains."""
         return self._num_begun_chars // CHARS_A_TOKEN
 
     def all_of(self, index: int) -> Sequence[ReplySegment]:
@@ -141,7 +141,7 @@ class Splitter:
 
 
 def in_order(parts: Sequence[Part]) -> Iterator[tuple[Part, Rows]]:
-    """Yield parts in the order of their tokens, each with its positions and bytes.
+    """Yield parts in the order of their tokens, each with the positions and bytes of its tokens.
 
     A part is divided if tokens of another part lie between its tokens; a tool call is never divided.
     """
@@ -164,7 +164,7 @@ def _text(rows: Rows) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ReplyChannels:
-    """The segments in a choice, or in a streamed part of one, by channel."""
+    """The segments in a choice, or in a streamed part of a choice, by channel."""
 
     content: Sequence[ReplySegment]
     reasoning: Sequence[ReplySegment]

@@ -50,7 +50,7 @@ def chat_logprobs(
 ) -> dict[str, Any] | None:
     """Return a `logprobs` object as in OpenAI's chat API, or None if logprobs were not requested.
 
-    The object is extended by the reasoning and tool-call channels and by our extra columns.
+    In addition to OpenAI's fields, the object has the reasoning and tool-call channels and extra columns.
     """
     if completion.logprobs is None:
         return None
@@ -90,7 +90,7 @@ def _named(channel: str, table: Mapping[str, Any]) -> dict[str, Any]:
 def chat_rows(
     service: Service, record: FlatLogprobs, segments: Sequence[ReplySegment], num_top: int | None
 ) -> msgspec.Raw:
-    """Return a JSON array with the entries, as in OpenAI's chat API, of the tokens in segments."""
+    """Return a JSON array with one entry per token in segments, as in OpenAI's chat API."""
     has_impossible = not is_processed(record)
     arrays = [
         service.encoder.rows(
@@ -118,7 +118,7 @@ def legacy_logprobs(
 ) -> dict[str, Any] | None:
     """Return the completions `logprobs` object for all tokens in a piece, with requested extensions.
 
-    With `has_ranks`, it has the rank of each token. Returns None if logprobs were not requested.
+    With `has_ranks`, the object has the rank of each token. Returns None if logprobs were not requested.
     """
     record = piece.completion.logprobs
     if record is None:
@@ -162,7 +162,7 @@ def choice_extensions(body: GenerationBody, piece: CompletionPiece) -> dict[str,
 
 
 def stop_reason(piece: CompletionPiece) -> int | str | None:
-    """Return the stop string or token id that ended a finished choice; None for the model's own end."""
+    """Return the stop string or stop token id that ended a choice; None if the choice did not end at one."""
     return None if piece.finish_reason is None else piece.completion.stop_reason
 
 
@@ -197,7 +197,7 @@ def ending_extensions(
 
 
 def route_extensions(body: GenerationBody, output: RequestOutput, piece: CompletionPiece) -> dict[str, Any]:
-    """Return the routes of all tokens that were run for a finished completion; {} if not requested."""
+    """Return the expert routes of all processed tokens of a finished completion; {} if not requested."""
     if not body.return_routed_experts or piece.finish_reason is None:
         return {}
     routes = output.replayed_experts(piece.completion.index)
@@ -208,7 +208,7 @@ def route_extensions(body: GenerationBody, output: RequestOutput, piece: Complet
 def num_ending_entries(
     body: GenerationBody | ResponsesBody, generation: Generation, pieces: Sequence[CompletionPiece]
 ) -> int:
-    """Return the cost of the fields and routes of finished completions, in entries; 0 if not requested."""
+    """Return the cost (in entries) of finished completions' fields and routes; 0 if not requested."""
     ended = [piece for piece in pieces if piece.finish_reason is not None]
     num_entries = sum(len(piece.completion.token_ids) for piece in ended) if body.field_logprobs else 0
     if getattr(body, "return_routed_experts", None):
@@ -351,7 +351,7 @@ def prompt_extensions(service: Service, body: GenerationBody, output: RequestOut
 def reply_extensions(
     body: GenerationBody | ResponsesBody, params: SamplingParams, output: RequestOutput | None
 ) -> dict[str, Any]:
-    """Return `logprobs_info` if the request or the server sets `logprobs_mode`, otherwise {}."""
+    """Return `logprobs_info` if a mode was requested or is not raw, or digests were requested; else {}."""
     is_told = body.logprobs_mode is not None or params.logprobs_mode != "raw_logprobs" or params.digest
     if not is_told or output is None or output.info is None:
         return {}

@@ -137,7 +137,7 @@ class ServerState:
         return next((service for service in self.loaded if service.has_name(name)), None)
 
     def keep(self, service: Service) -> None:
-        """Never unload a model, because an operator has changed its weights or LoRA adapters."""
+        """Exempt a model from unloading, because an operator has changed its weights or LoRA adapters."""
         self.changed.add(service.model_name)
 
 
@@ -229,7 +229,7 @@ class Service:
         self.tokens, self.encoder = IdTexts(self.text.vocabulary), self._id_encoder()
 
     def of_one_call(self) -> Requests:
-        """Return a factory whose engine requests count as one unit of this caller's work in fair sharing."""
+        """Return a factory whose requests together count as one unit of this caller in fair sharing."""
         return self.client.requests.of_one_call(self.caller)
 
     def admit(self, requests: Sequence[Request], num_echoes: int = 1, beside: Cost | None = None) -> None:
@@ -242,7 +242,7 @@ class Service:
 
         Raises:
             ApiError: 400 if the cost exceeds a limit.
-            NoRoomError: the capacity left at the moment is too small.
+            NoRoomError: the free capacity is too small.
         """
         self._request_ids += [request.request_id for request in requests]
         cost = Cost.of(requests, self.vocab_size, num_echoes)
@@ -261,7 +261,7 @@ class Service:
         return self._awaited is not None
 
     async def wait_for_room(self, cost: Cost, receive: Receive) -> None:
-        """Wait in the caller's queue, and reserve capacity for a request, which `admit` then uses.
+        """Wait in the caller's queue, and reserve capacity, which `admit` then uses for the request.
 
         Raises:
             ApiError: 429 if the queue is full or the wait timed out, or 503 if the server or engine has
@@ -283,8 +283,7 @@ class Service:
         """Reserve capacity for a reply of `num_bytes`, unless the request has already reserved capacity.
 
         Raises:
-            ApiError: 400 if the reply exceeds the limit, or 429 if the capacity left at the moment is too
-                small.
+            ApiError: 400 if the reply exceeds the limit, or 429 if the free capacity is too small.
         """
         if not self._tickets:
             cost = Cost(requests=0, tokens=0, logprob_bytes=num_bytes)
@@ -340,7 +339,7 @@ class Service:
             return frozenset()  # requests that render the template get the error
 
     def renders_quickly(self, body: msgspec.Struct) -> bool:
-        """Return True if a body has no conversation, or the time to render it is bounded by its size."""
+        """Return True if a body has no conversation, or one whose rendering time is bounded by its size."""
         if getattr(body, "chat_template", None) is not None:
             return False
         if getattr(body, "messages", None) is None and getattr(body, "input", None) is None:
@@ -379,14 +378,16 @@ class Service:
         return [*((name, None) for name in own), *self.engine.list_loras().items()]
 
     def confidence_named(self, name: str) -> FittedConfidence:
-        """Return the fit of confidence of this name.
+        """Return the confidence fit with this name.
 
         Raises:
             ApiError: 400 if there is none.
         """
         if name not in self._confidences:
             known = ", ".join(self._confidences) or "none; start the server with --confidence NAME=FILE"
-            raise bad_request("confidence", f"no fit {shortened(name)!r} is loaded; known: {known}")
+            raise bad_request(
+                "confidence", f"no confidence fit {shortened(name)!r} is loaded; known: {known}"
+            )
         return self._confidences[name]
 
     def choose_weights(self, body: ChoosesWeights) -> None:
@@ -493,7 +494,7 @@ class Service:
         return outputs
 
     async def results(self, admitted: Sequence[Admitted]) -> AsyncGenerator[RequestOutput]:
-        """Yield the requests' outputs in request order, each once it and all earlier ones are complete.
+        """Yield outputs in request order, each as soon as it and all earlier outputs are complete.
 
         Closing the generator aborts the remaining requests.
 

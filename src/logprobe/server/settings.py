@@ -33,7 +33,7 @@ _log = partial(typer.Option, rich_help_panel="Logging")
 class ServerSettings:
     """Addresses, keys, models, limits, timeouts and logging of the server.
 
-    An annotated field is an option of `logprobe serve`, which reads the help and the names of its flag here.
+    Each annotated field is an option of `logprobe serve`; the annotation has the help text of the option.
     """
 
     host: Annotated[
@@ -49,9 +49,9 @@ class ServerSettings:
     api_key: Annotated[
         tuple[str, ...],
         _address(
-            help="API key that requests must send as `Authorization: Bearer KEY`. Any of several keys is "
-            "accepted; without keys, no key is required. If other machines can reach the server, a "
-            "key must have at least 16 characters."
+            help="API key that requests must send as `Authorization: Bearer KEY`. If several keys are set, "
+            "any of them is accepted; if none is set, no key is required. If other machines can reach "
+            "the server, a key must have at least 16 characters."
         ),
     ] = ()
     api_key_file: Annotated[
@@ -61,8 +61,8 @@ class ServerSettings:
         tuple[str, ...],
         _address(
             help="Key of operators, who may load LoRA weights and replace the model's weights over HTTP. "
-            "Any of several keys is accepted; without keys, these routes are disabled. At least 16 "
-            "characters."
+            "If several keys are set, any of them is accepted; if none is set, these routes are "
+            "disabled. A key must have at least 16 characters."
         ),
     ] = ()
     ssl_certfile: Annotated[
@@ -86,8 +86,8 @@ class ServerSettings:
     served_model_name: Annotated[
         tuple[str, ...],
         _models(
-            help="Name of the model in requests; the first one is also its name in replies. By default the "
-            "name or path that the model is loaded by.",
+            help="Name of the model in requests; the first name is also used in replies. The default is the "
+            "name or path with which the model is loaded.",
         ),
     ] = ()
     lora_modules: Annotated[
@@ -103,8 +103,8 @@ class ServerSettings:
         _models(
             metavar="NAME=MODEL",
             help="Further model, which is loaded on the first request that names it as `model`. MODEL is a "
-            "name or path like that of the first model. Tables [models.NAME] of a configuration file "
-            "override its settings.",
+            "name or path like that of the first model. To give the model settings of its own, use a table "
+            "[models.NAME] of a configuration file instead.",
         ),
     ] = ()
     preload: Annotated[
@@ -114,8 +114,8 @@ class ServerSettings:
         int | None,
         _models(
             help="Memory for further models: their weight files and KV caches. The least recently used "
-            "model is unloaded to make room. By default the memory that is free after the first model "
-            "is loaded."
+            "model is unloaded to make room. The default is the memory that is free after the first "
+            "model is loaded."
         ),
     ] = None
     response_template: Annotated[
@@ -129,7 +129,7 @@ class ServerSettings:
         tuple[str, ...],
         _models(
             metavar="NAME=FILE",
-            help="Fit of confidence, saved by `logprobe.analysis.calibrate`; requests to /v1/label select it "
+            help="Confidence fit, saved by `logprobe.analysis.calibrate`; requests to /v1/label select it "
             "with `confidence`.",
         ),
     ] = ()
@@ -154,10 +154,10 @@ class ServerSettings:
     max_body_values: Annotated[
         int, _limit(help="Maximum JSON values in a body; an object, a list and a key count as eight each.")
     ] = 1 << 19
-    max_text_bytes: Annotated[int, _limit(help="Maximum text to tokenize per request.")] = 1 << 20
+    max_text_bytes: Annotated[int, _limit(help="Maximum bytes of text to tokenize per request.")] = 1 << 20
     max_messages: Annotated[int, _limit(help="Maximum messages of a conversation.")] = 2048
     max_token_ids: Annotated[
-        int, _limit(help="Maximum ids in a list of token ids other than a prompt, and entries of logit_bias.")
+        int, _limit(help="Maximum ids in a list of token ids (except prompts), and entries in logit_bias.")
     ] = 1 << 16
     max_logprob_token_ids: Annotated[
         int, _limit(help="Maximum ids per position in logprob_token_ids; -1: no limit.")
@@ -175,15 +175,16 @@ class ServerSettings:
     max_requests: Annotated[
         int,
         _limit(
-            help="Maximum completions in progress or waiting, of all requests together; also the maximum "
-            "prompts, continuations, documents, or prompts times labels of one request, and with "
-            "--max-waiting the maximum concurrent HTTP requests of a route. A client (identified by "
-            "key, or else address) with few requests in progress may exceed this and the next two "
-            "limits by an eighth, so that one client cannot block all others."
+            help="Maximum completions that are running or queued in the engine, for all requests together. "
+            "One request may have at most this number of prompts, continuations, documents, or pairs "
+            "of a prompt and a label. A route may have at most this number plus --max-waiting "
+            "concurrent HTTP requests. A client with few requests in progress may exceed this and the "
+            "next two limits by an eighth, so that one client cannot block all others. A client is "
+            "identified by its key or, without keys, by its IP address."
         ),
     ] = 512
     max_tokens_in_flight: Annotated[
-        int, _limit(help="Maximum prompt tokens plus tokens to generate of these completions.")
+        int, _limit(help="Maximum prompt tokens plus tokens to generate, for these completions together.")
     ] = 4 << 20
     max_logprob_bytes: Annotated[
         int,
@@ -200,7 +201,7 @@ class ServerSettings:
         int,
         _limit(
             help='Maximum next-token rows for `field_logprobs: "members"` in one reply, for all choices and '
-            "values together; the probability of values beyond it is reported as `unresolved`."
+            "values together; the probability of values beyond this limit is reported as `unresolved`."
         ),
     ] = 1024
     buffer_rows: Annotated[
@@ -263,7 +264,7 @@ class ServerSettings:
             )
         for setting in self.confidence:
             name, _, path = setting.partition("=")
-            require(name and path, "confidence", f"must be NAME=FILE of a fit, got {setting!r}")
+            require(name and path, "confidence", f"must be NAME=FILE of a confidence fit, got {setting!r}")
         for setting in self.also_model:
             name, _, model = setting.partition("=")
             require(name and model, "also_model", f"must be NAME=MODEL, got {setting!r}")
@@ -388,10 +389,10 @@ def check_keys(keys: Sequence[str], name: str, *, is_public: bool) -> None:
 
 
 def read_confidences(settings: ServerSettings) -> dict[str, FittedConfidence]:
-    """Read the fits of confidence by name.
+    """Read the confidence fits in the settings; return a map from name to fit.
 
     Raises:
-        ParameterError: a file cannot be read, or is not a fit.
+        ParameterError: a file cannot be read, or is not a confidence fit.
     """
     fits: dict[str, FittedConfidence] = {}
     for setting in settings.confidence:

@@ -48,7 +48,7 @@ class StoredResponses:
         self._lock = runtime.Lock()
 
     def keep(self, owner: bytes, response: dict[str, Any], messages: Sequence[dict[str, Any]]) -> None:
-        """Store a response, unless it, or its conversation, is too large for the limits of the store."""
+        """Store a response, unless the response or its conversation exceeds the limits of the store."""
         stored = StoredResponse(msgspec.json.encode(response), msgspec.json.encode(messages))
         is_long = len(stored.conversation) > self._max_conversation_bytes
         if not self._max_responses or is_long or stored.num_bytes > self._max_bytes:

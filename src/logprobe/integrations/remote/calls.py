@@ -230,7 +230,7 @@ async def ask_scores(
 
 
 def _fields_of(params: SamplingParams, *, is_binary: bool) -> dict[str, Any]:
-    """Return the parameters that are set, which a request's body has under the same names.
+    """Return the parameters that differ from their defaults; they have the same names in a request's body.
 
     Raises:
         ParameterError: a report is not supported, or needs an Arrow reply and `is_binary` is False.

@@ -229,7 +229,7 @@ class _Head(msgspec.Struct):
 
 
 async def ask_rows(link: Link, prefixes: Sequence[Prefix], vocab_size: int) -> tuple[list[Row], RowsSource]:
-    """Fetch the rows of prefixes, which must have the same LoRA adapter, in order, and their source.
+    """Fetch the rows of prefixes in order, and their source; all prefixes must have the same LoRA adapter.
 
     Raises:
         LogprobeError: the request failed, or the reply is not valid.

@@ -1,4 +1,4 @@
-"""`RemoteLLM`: a model on a server, with the interface of `AsyncLM`, and completions and scores.
+"""`RemoteLLM`: a model on a server, with the interface of `AsyncLM` plus completions and scores.
 
 `NextTokenLM` batches requests and caches rows; a server started by `logprobe serve` computes them.
 """
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 class RemoteLLM(NextTokenLM[Row]):
     """A model on a server: completions, scores and next-token distributions (see `NextTokenLM`).
 
-    Rows have exactly the server's float32 values. Concurrent requests share an HTTP request, equal ones are
-    computed once, and rows are cached locally; the server caches prefixes. While the server is full, requests
-    wait. `tokenizer`, `byte_vocab` and `str_vocab` are fetched from the server on first use. `list_loras`
-    returns the LoRA adapters that the server had when this object was created. Methods
-    that change the server's weights or caches are absent. For conversations and labels use the server's
-    routes, for example with OpenAI's client.
+    Rows have exactly the server's float32 values. Concurrent row requests share an HTTP request, and equal
+    ones are computed once. Rows are cached locally; the server caches prefixes. While the server is full,
+    requests wait. `tokenizer`, `byte_vocab` and `str_vocab` are fetched from the server on first use.
+    `list_loras` returns the LoRA adapters that the server had when this object was created. There are no
+    methods that change the server's weights or caches. For conversations and labels, use the server's routes,
+    for example with OpenAI's client.
 
     Args:
         url: the server's address, with or without `/v1`.

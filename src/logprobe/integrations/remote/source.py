@@ -37,7 +37,7 @@ MAX_ROWS: Final = 64  # rows per HTTP request
 SHARE: Final = 2  # one client uses at most half of the server's limits
 ROW_BYTES: Final = 12  # bytes that a server counts for each id in a whole row
 ID_BYTES: Final = 12  # maximum size of one id in JSON
-# fields that are not sent, with their defaults, from which a sample must not differ
+# fields that are not sent, with their default values, which a sample's parameters must have
 NOT_CARRIED: Final[dict[str, Any]] = {
     field.name: getattr(SamplingParams(), field.name)
     for field in fields(SamplingParams)
@@ -84,7 +84,7 @@ class ServerRows:
         self._is_closed = False
 
     def fetch(self, path: str) -> bytes:
-        """Return the server's reply at `path`, without an event loop; raises the errors of `Link.get`."""
+        """Return the server's reply at `path`, blocking the caller; raises the errors of `Link.get`."""
         return self._bridge.run(self._link.get(path, TOKENIZER_BYTES))
 
     @property
@@ -97,7 +97,7 @@ class ServerRows:
         return self._facts.capabilities
 
     def loads(self, lora: str | None) -> tuple[int, int]:
-        """Return how many changes of the LoRA adapter, and of the model's weights, replies have shown.
+        """Return how many times replies have shown a change of the LoRA adapter, and of the model's weights.
 
         Raises:
             ParameterError: the server had no such LoRA adapter when it was first contacted.
@@ -130,7 +130,7 @@ class ServerRows:
         """Sample with one HTTP request.
 
         Raises:
-            ParameterError: a field is set that is not sent to servers, or the server rejects the request.
+            ParameterError: a parameter is not supported by remote samples, or the server rejects the request.
             LogprobeError: the request failed.
         """
         for name, default in NOT_CARRIED.items():
@@ -142,7 +142,7 @@ class ServerRows:
         return await self.exchange(lambda link: ask_sample(link, prompt, params, vocab_size))
 
     async def exchange(self, ask: Callable[[Link], Coroutine[Any, Any, T]]) -> T:
-        """Run a request on the bridge's loop, with a bounded number of others; may be called in any loop.
+        """Run a request on the bridge's loop, which limits concurrent requests; may be called in any loop.
 
         Raises:
             LogprobeError: the request failed, or the source was closed.
@@ -221,7 +221,7 @@ class ServerRows:
         return self._loras[lora][1] if lora in self._loras else 0
 
     def _note(self, lora: str | None, source: RowsSource) -> None:
-        """If a reply came from other weights, count the change, which invalidates cached rows."""
+        """Count a change if a reply came from other weights than the last; old rows become invalid."""
         version = source.lora_version
         if lora is not None:
             before, number = self._loras.get(lora, (version, 0))
@@ -245,7 +245,7 @@ class ServerRows:
 
 
 def _closed() -> EngineClosedError:
-    return EngineClosedError("this model was cleaned up; make a new one")
+    return EngineClosedError("this model was closed; make a new one")
 
 
 def _give_up_unwanted(exchange: asyncio.Task[None], asked: Sequence[Asked], _: BegunRow) -> None:

@@ -72,11 +72,11 @@ class WorkerDraw:
 
     @torch.inference_mode()
     def draw(self, logits: Tensor, rows: Mapping[int, tuple[Run, int]]) -> None:
-        """Sample one token per row; in place, set all other logits in the row to -inf.
+        """Sample one token per row, and set the row's other logits to -inf in place.
 
         Args:
             logits: (R, V) float32; rows that are not in `rows` stay unchanged.
-            rows: map from row to the sample's state, and the number of its tokens that vLLM has accepted.
+            rows: map from row to (the sample's state, number of the sample's tokens that vLLM has accepted).
         """
         for run, num_taken in rows.values():
             self._settle(run, num_taken)
@@ -91,7 +91,7 @@ class WorkerDraw:
         try:
             self._draw(logits, live)
         except BaseException as error:  # noqa: BLE001 - it must not end vLLM's engine
-            reason = _as_ours(error, "failed to sample")
+            reason = _as_ours(error, "failed")
             for run in live.values():
                 self._end(run, reason)
 

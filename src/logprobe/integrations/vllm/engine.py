@@ -1,8 +1,9 @@
 """`VllmEngine`: implements `Core` with vLLM's `AsyncLLM`.
 
 Each sample is one vLLM request, whose tokens are sampled in vLLM's workers (`worker`). One RPC to the worker
-fetches the results of all samples that have new tokens. A paused sample is aborted in vLLM. It is later
-submitted again with its tokens in the prompt, most of which are in vLLM's prefix cache.
+fetches the results of all samples that have new tokens. A paused sample is aborted in vLLM. To resume the
+sample, its request is submitted again with the sample's tokens in the prompt, most of which are still in
+vLLM's prefix cache.
 """
 
 from __future__ import annotations
@@ -316,7 +317,7 @@ class VllmEngine:
         self._flush([follow for follow, _ in replies.values()])
 
     def _flush(self, follows: Iterable[Follow]) -> None:
-        """Publish deltas in turn, one per sample, skipping paused samples; readers may pause further ones."""
+        """Publish one delta per sample in turn, except for paused samples; readers may pause more of them."""
         follows = list(follows)
         while ready := [follow for follow in follows if follow.outbox and not follow.paused_by]:
             self._publish([follow.outbox.popleft() for follow in ready])

@@ -59,7 +59,7 @@ class Follow:
 
 
 class Fetcher:
-    """Fetches results from the workers, in one call at a time for all samples with new tokens."""
+    """Fetches results from the workers: one call at a time, for all samples that have new tokens."""
 
     def __init__(
         self,

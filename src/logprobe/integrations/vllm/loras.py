@@ -57,7 +57,7 @@ class VllmLoras:
         return self._request(self._loads[admitted.lora_number]) if admitted.lora_number else None
 
     def drop(self, number: int) -> None:
-        """Remove the adapter with this load number, which no request uses any more, from vLLM."""
+        """Remove from vLLM the adapter with this load number; no request uses the adapter any more."""
         self.removals = [removal for removal in self.removals if not removal.done()]
         request = self._request(self._loads.pop(number))
         self.removals.append(asyncio.ensure_future(self._llm.remove_lora(request.lora_int_id)))

@@ -39,9 +39,9 @@ class OfflineClient:
     """Runs the steps of an open `vllm.LLM`'s engine while this client has requests.
 
     `shutdown` ends the engine only if `is_owned`. vLLM's engine is not thread-safe: its owner may call
-    `generate` only while this client has no requests. vLLM ends the engine when the last reference to it is
-    gone. After `shutdown` no reference may be left here, so frames and callbacks use the engine only in
-    `_call_engine`.
+    `generate` only while this client has no requests. vLLM ends the engine when the last reference to the
+    engine is gone. This client must hold no reference after `shutdown`, so frames and callbacks use the
+    engine only in `_call_engine`.
     """
 
     def __init__(self, llm: Any, *, is_owned: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""vLLM's sampling parameters for a sample: greedy, because the worker leaves a single token in each row."""
+"""vLLM's sampling parameters for a sample: greedy, because the worker leaves one possible token per row."""
 
 from __future__ import annotations
 

@@ -102,9 +102,9 @@ def telling_refusals(model: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError) as error:
-        raise ParameterError(OPTIONS, f"vLLM rejects them: {error}") from error
+        raise ParameterError(OPTIONS, f"vLLM rejects these options: {error}") from error
     except Exception as error:
-        raise ModelError(f"{model}: vLLM cannot run it: {error}") from error
+        raise ModelError(f"{model}: vLLM cannot run this model: {error}") from error
 
 
 async def _new_llm(args: Any) -> Any:
@@ -120,7 +120,7 @@ def check_settings(config: EngineConfig) -> None:
     remedy = "is only supported by the native engine; leave it out, or use engine='native'"
     require(load.weights == "auto", "weights", remedy)
     require(load.arithmetic == "auto", "arithmetic", remedy)
-    own = "is only supported by the native engine; set vLLM's as engine_options={'kv_cache_dtype': ...}"
+    own = "is only supported by the native engine; for vLLM, set engine_options={'kv_cache_dtype': ...}"
     require(cache.kv_cache_dtype == "float32", "kv_cache_dtype", own)
     require(not scheduler.async_scheduling, "async_scheduling", f"{remedy}; vLLM overlaps steps by itself")
     require(not scheduler.speculate, "speculate", remedy)

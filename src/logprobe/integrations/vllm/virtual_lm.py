@@ -92,7 +92,7 @@ class AsyncVirtualLM(EngineLM[torch.Tensor]):
         llm_engine: a `vllm.LLM` or `vllm.v1.engine.async_llm.AsyncLLM` that was created with
             `engine_options()`, any `vllm.LLM` that runs in this process (`VLLM_ENABLE_V1_MULTIPROCESSING=0`),
             or an open `logprobe.LLM`. The caller keeps the ownership: `close` leaves the engine running and
-            sets this attribute to None, so that vLLM frees the engine when its owner deletes it.
+            sets the attribute `llm_engine` to None, so that vLLM frees the engine when its owner deletes it.
         logprobs_capture: gets the rows of each result. In vLLM's in-process mode it is also one of vLLM's
             logits processors until `close`, and gets the rows of each step with random sampling.
         cache_size: maximum number of rows in the LRU cache; 0 disables the cache.
@@ -161,7 +161,7 @@ class AsyncVirtualLM(EngineLM[torch.Tensor]):
         Raises:
             MissingPackageError: vLLM is not installed; a subclass of `ImportError`.
             ModelError: the model cannot be loaded.
-            ParameterError: an invalid setting, or an option that vLLM rejects.
+            ParameterError: a setting is invalid, or vLLM rejects an option.
         """
         from logprobe.processors import GlobalLogprobsCapture
 
@@ -241,7 +241,7 @@ def _shown_to(capture: Capture) -> Callable[[list[Row]], object]:
 
 
 def _apply(capture: Capture, rows: list[Row]) -> None:
-    """Pass log-probabilities to a capture as the logits of a step; their log-softmax is the same values."""
+    """Pass log-probabilities to a capture as the logits of a step; log-softmax leaves them unchanged."""
     capture.clear()
     if rows:
         capture.apply(torch.from_numpy(np.stack(rows)))

@@ -1,8 +1,8 @@
 """Code that vLLM's workers load: a logits processor for both model runners, and a worker extension.
 
-Importing this module registers the loader of GGUF weights. The logits go to `WorkerDraw`. vLLM's V1 model
-runner reorders rows and reports the moves (`update_state`). The V2 model runner assigns a slot to each
-request and passes a map from rows to slots with each step (`ctx`).
+Importing this module registers the loader of GGUF weights. The processor passes logits to `WorkerDraw`.
+vLLM's V1 model runner reorders rows and reports the moves (`update_state`). The V2 model runner assigns a
+slot to each request and passes a map from rows to slots with each step (`ctx`).
 """
 
 from __future__ import annotations

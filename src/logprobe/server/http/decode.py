@@ -36,7 +36,7 @@ B = TypeVar("B", bound=msgspec.Struct)
 T = TypeVar("T")
 
 LARGE_BYTES: Final = 1 << 18
-"""Size of a body from which the memory that decoding took, a multiple of it, is returned to the system."""
+"""Above this body size, the memory that decoding took (a multiple of the size) is returned to the system."""
 
 BODY: Final = "logprobe.body"  # key in the request's scope of a body that was read before the route ran
 _UNKNOWN: Final = re.compile(r"unknown field `([^`]*)`")
@@ -50,13 +50,13 @@ async def read(
 ) -> T:
     """Decode a request's body, call `prepare(body, service)`, and return the result.
 
-    While the server is full, the request waits with only the body's bytes in memory, which are then decoded
-    again.
+    While the server is full, the request waits with only the body's bytes in memory; after the wait, they are
+    decoded again.
 
     Raises:
-        ApiError: 415 if the media type is wrong, 413 if the body is too large, 408 if it arrives too slowly,
-            400 if it is not valid JSON, has an unknown, missing or mistyped field, or exceeds a limit, 429 if
-            the server is full, and 503 if the server shuts down meanwhile.
+        ApiError: 415 (wrong media type), 413 (body too large), 408 (body too slow), 400 (invalid JSON; an
+            unknown, missing or mistyped field; or a limit exceeded), 429 (server full) or 503 (server or
+            engine stopped while the request waited).
         ClientGoneError: the client disconnected.
     """
     check_media_type(request.headers.get("content-type"))

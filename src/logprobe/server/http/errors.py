@@ -56,7 +56,7 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def at(self, field: str) -> ApiError:
-        """Return a 400 with this error's message and code for another field."""
+        """Return a 400 about another field, with this error's message and code."""
         message = self.message.removeprefix(f"{self.param}: ")
         return bad_request(field, message, code=self.code)
 

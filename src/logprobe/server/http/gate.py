@@ -50,7 +50,7 @@ request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 
 @dataclass(slots=True)
 class Call:
-    """Facts about one HTTP request for the access log and metrics; times are seconds since its header."""
+    """Facts about one HTTP request for the access log and metrics; times are in seconds after its header."""
 
     request_id: str
     client: str = ""
@@ -75,7 +75,7 @@ class Call:
 
     @property
     def token_s(self) -> float | None:
-        """Mean seconds per token after a stream's first token; None without a stream or with one token."""
+        """Mean seconds per token after a stream's first token; None without a stream or a second token."""
         if self.first_token_s is None or self.completion_tokens < 2:
             return None
         return (self.seconds - self.first_token_s) / (self.completion_tokens - 1)
@@ -165,7 +165,7 @@ class Gate:
                 self._return_freed()
 
     def _return_freed(self) -> None:
-        """Return freed memory to the system in a thread; a call while the thread runs makes it run again."""
+        """Return freed memory to the system in a thread; a call during a run causes one more run."""
         self._must_return = True
         if self._returning is None or self._returning.done():
             self._returning = asyncio.create_task(self._returned())

@@ -67,7 +67,7 @@ class Keys:
         return _number_of(header, self._keys) if self._keys else None
 
     def owner_of(self, headers: Mapping[str, str]) -> bytes:
-        """Return the owner of a request: a digest of its key, or one constant if the server has no keys."""
+        """Return the owner of a request: a digest of its key, or a constant if the server has no keys."""
         key = _key_of(headers.get("authorization")) if self._keys else None
         return hashlib.sha256(key or b"").digest()
 

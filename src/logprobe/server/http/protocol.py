@@ -1,7 +1,7 @@
 """uvicorn's HTTP protocol with limits on the time and size of headers, trailers and chunk framing.
 
-uvicorn itself has no timeout for headers or for clients that do not read replies and no limit on trailers,
-and any received byte cancels its keep-alive timeout. `decode` enforces the limits on bodies.
+uvicorn itself has no limit on trailers, and no timeout for headers or for clients that do not read replies.
+Any received byte cancels uvicorn's keep-alive timeout. `decode` enforces the limits on bodies.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_PIPELINED: Final = 16  # maximum number of requests that wait for earlier re
 LOG_EVERY_S: Final = 10.0
 UVICORN_LOG: Final = "uvicorn.error"
 SINGLE: Final = (b"host", b"origin", b"authorization", b"content-type", b"content-length")
-"""Headers that must not be repeated, because a proxy might use another of the values than this server."""
+"""Headers that must not be repeated: a proxy and this server might each use a different one of the values."""
 
 
 def _reply(status: str, message: str, code: str) -> bytes:
@@ -63,7 +63,7 @@ logger = logging.getLogger("logprobe.server")
 
 
 class BadConnections:
-    """Counts connections without a valid HTTP request, and logs at most one line per `LOG_EVERY_S`."""
+    """Counts connections without a valid HTTP request, and logs at most one line in `LOG_EVERY_S` seconds."""
 
     def __init__(self, counter: Counter, clock: Callable[[], float] = time.monotonic) -> None:
         self._counter = counter
@@ -90,7 +90,7 @@ def is_not_counted(record: logging.LogRecord) -> bool:
 
 
 class TimedProtocol(HttpToolsProtocol):
-    """Closes a connection if a header is too slow or too large, or if the client reads no reply."""
+    """Closes a connection if a header arrives too slowly or is too large, or if the client does not read."""
 
     def __init__(self, settings: ServerSettings, bad_connections: BadConnections, **options: Any) -> None:
         super().__init__(**options)
@@ -103,7 +103,7 @@ class TimedProtocol(HttpToolsProtocol):
         self._data = b""  # latest input of the parser
         self._fault = b""  # reply to an invalid header
         self._running: RequestResponseCycle | None = None  # the request in progress
-        self._is_ending = False  # read no more; close after the replies to complete requests
+        self._is_ending = False  # read no more; close after the replies to fully received requests
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
         """Start the header timeout of a new connection."""
@@ -197,12 +197,12 @@ class TimedProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - uvicorn's own text
-        """Send 400 and close, or only close after the replies to earlier requests if any are unfinished."""
+        """Send 400 and close; if earlier requests are unfinished, close after their replies instead."""
         self._bad_connections.count("an invalid HTTP request", self.client)
         self._end_after_replies(self._fault or NO_REQUEST)
 
     def _end_after_replies(self, refusal: bytes) -> None:
-        """Close the connection after the replies to complete requests; if there are none, send `refusal`."""
+        """Close after the replies to fully received requests; if none is pending, send `refusal` first."""
         self._stop_expecting()
         self._is_ending = True
         last: RequestResponseCycle | None = self.cycle

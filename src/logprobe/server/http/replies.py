@@ -27,7 +27,7 @@ T = TypeVar("T")
 JSON_TYPE: Final = "application/json"
 ARROW_TYPE: Final = "application/vnd.apache.arrow.stream"
 PARQUET_TYPE: Final = "application/vnd.apache.parquet"
-# Ranges with the types of a reply that is not binary
+# Media ranges that include the type of a reply that is not binary
 ORDINARY: Final = {JSON_TYPE, "text/event-stream", "application/*", "text/*", "*/*"}
 CHECK_EVERY_S = 0.5
 EVENT_HEADERS: Final = {
@@ -37,12 +37,12 @@ EVENT_HEADERS: Final = {
 }
 DONE = b"data: [DONE]\n\n"
 # Many clients treat these characters as line ends (Python's `splitlines`, httpx's `iter_lines`), although
-# they # are not line ends in JSON and server-sent events.
+# they are not line ends in JSON and server-sent events.
 LINE_ENDS: Final = {end.encode(): f"\\u{ord(end):04x}".encode() for end in ("\u0085", "\u2028", "\u2029")}
 
 
 def media_type_of(request: HttpRequest, offered: Sequence[str] = (ARROW_TYPE, PARQUET_TYPE)) -> str:
-    """Return the media type of a reply, one of `offered` or JSON, by the `Accept` header.
+    """Choose a reply's media type from `offered` and JSON, according to the `Accept` header.
 
     Raises:
         ApiError: 406 if the header allows only binary types, and pyarrow is not installed.
@@ -83,7 +83,7 @@ def json_reply(value: Any) -> Response:
 
 
 def event(data: bytes, name: str | None = None) -> bytes:
-    """Encode a JSON document as a server-sent event; escape what some clients treat as line ends."""
+    """Encode a JSON document as a server-sent event; see `one_line`."""
     head = b"" if name is None else b"event: " + name.encode() + b"\n"
     return head + b"data: " + one_line(data) + b"\n\n"
 

@@ -1,8 +1,9 @@
 """Worker threads that read bodies and write replies; only small jobs run on the event loop.
 
 Reading (decoding, validation, tokenization) runs on the event loop if the body is so small that reading takes
-milliseconds, and writing if the reply has few entries. Everything else runs in a worker thread. Tokenizer and
-grammar code is native and releases the GIL; Python code is preempted every few milliseconds.
+only milliseconds. Writing runs on the event loop if the reply has few entries. Everything else runs in a
+worker thread. Tokenizer and grammar code is native and releases the GIL; Python code is preempted every few
+milliseconds.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class TurnQueue:
         self._lock = runtime.Lock()
 
     def add(self, job: Callable[[], T], caller: str) -> Future[T]:
-        """Queue a job; the caller must then have `run_next` called once, in any thread."""
+        """Queue a job; `run_next` must then be called once for this job, in any thread."""
         future = runtime.Future[T]()
         with self._lock:
             self._jobs.setdefault(caller, deque()).append((future, job))
@@ -129,7 +130,7 @@ class Workers:
         self._in_progress = InProgress(MAX_JOBS, "requests waiting to be decoded")
 
     async def read(self, job: Callable[[], T], num_bytes: int | None, caller: str = "") -> T:
-        """Run a job that reads `num_bytes` bytes (None: the size does not bound its time).
+        """Run a job that reads `num_bytes` bytes (None: the job's time is not bounded by the size).
 
         Small jobs run immediately on the event loop. A job that runs in a thread is not stopped if the client
         disconnects.
@@ -148,10 +149,10 @@ class Workers:
         return await future
 
     async def write(self, job: Callable[[], T], num_entries: int | None) -> T:
-        """Run a job that writes `num_entries` entries; None if the job's time is not bounded by a number.
+        """Run a job that writes `num_entries` entries (None: the job's time is not bounded by the number).
 
-        Small jobs run immediately on the event loop. The queue has no limit, because the limit on requests
-        applies.
+        Small jobs run immediately on the event loop. The queue needs no limit of its own, because the number
+        of requests is limited.
         """
         if num_entries is not None and num_entries <= QUICK_ENTRIES:
             return job()

@@ -41,7 +41,7 @@ class Reasoning(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class RoutedExperts(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Experts of each token in each layer of a mixture of experts."""
+    """Expert routes to replay: the experts of each token in each layer of a mixture-of-experts model."""
 
     shape: Annotated[list[Annotated[int, Meta(ge=1)]], Meta(min_length=3, max_length=3)]
     dtype: Literal["uint8", "uint16"]
@@ -49,7 +49,7 @@ class RoutedExperts(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Common fields of chat and text completions; fields named as in `SamplingParams` mean the same."""
+    """Common fields of chat and text completions; those in `SamplingParams` mean the same there."""
 
     model: str | None = None
     stream: bool | None = None

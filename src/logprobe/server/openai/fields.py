@@ -105,7 +105,7 @@ def chat_params(
         ApiError: 400 if a field is invalid, unsupported, or conflicts with another field.
     """
     if body.top_logprobs is not None and not body.logprobs and has_effect(body, "top_logprobs"):
-        raise bad_request("top_logprobs", "requires logprobs: true")
+        raise bad_request("top_logprobs", "is allowed only if logprobs is true; set logprobs as well")
     check_max_logprobs("top_logprobs", body.top_logprobs, settings)
     is_twice = body.max_tokens is not None and body.max_completion_tokens is not None
     if is_twice and body.max_tokens != body.max_completion_tokens:
@@ -129,7 +129,7 @@ def responses_params(
     check_max_logprobs("top_logprobs", body.top_logprobs, settings)
     has_logprobs = LOGPROBS in (body.include or ())
     if body.top_logprobs and not has_logprobs:
-        raise bad_request("top_logprobs", f"requires include: [{LOGPROBS!r}]")
+        raise bad_request("top_logprobs", f"is allowed only if include contains {LOGPROBS!r}")
     if body.prompt is not None:
         raise bad_request(
             "prompt", "stored prompts are not supported; send input", code="unsupported_parameter"
@@ -146,7 +146,9 @@ def _response_format(text: dict[str, Any] | None) -> dict[str, Any] | None:
     form = (text or {}).get("format")
     unknown = (text or {}).keys() - {"format", "verbosity"}
     if unknown or (text or {}).get("verbosity") not in {None, "medium"}:
-        raise bad_request("text", "supports only format; leave the rest out", code="unsupported_parameter")
+        raise bad_request(
+            "text", "supports only format; leave the other fields out", code="unsupported_parameter"
+        )
     if form is None or form in PLAIN_TEXT:
         return None
     if not isinstance(form, dict):
@@ -157,7 +159,7 @@ def _response_format(text: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def completion_params(body: CompletionBody, settings: ServerSettings) -> SamplingParams:
-    """Convert a completions body to sampling parameters; with `echo`, `logprobs` includes the prompt."""
+    """Convert a completions body to sampling parameters; with `echo`, `logprobs` covers the prompt too."""
     check_max_logprobs("logprobs", body.logprobs, settings)
     fixed: dict[str, Any] = {"logprobs": body.logprobs}
     fixed["max_tokens"] = 16 if body.max_tokens is None else body.max_tokens
@@ -168,7 +170,7 @@ def completion_params(body: CompletionBody, settings: ServerSettings) -> Samplin
             )
         fixed["prompt_logprobs"] = body.logprobs
     if fixed["max_tokens"] == 0 and not body.echo and body.prompt_logprobs is None:
-        raise bad_request("max_tokens", "0 requires echo: true or prompt_logprobs")
+        raise bad_request("max_tokens", "0 is allowed only if echo is true or prompt_logprobs is set")
     if body.best_of is not None and body.stream and body.best_of > (body.n or 1):
         raise bad_request(
             "best_of", "cannot be streamed: the best are known only at the end; set best_of = n"
@@ -203,7 +205,7 @@ def _with_calls(
     if calls is None:
         return {} if form is None else {"response_format": form}
     if given_by:
-        message = f"and {given_by[0]} both set the format of the reply; set only one of them"
+        message = f"requires a format of the reply, but {given_by[0]} also sets it; set only one of the two"
         raise bad_request("tool_choice", message)
     return {"response_format": calls}
 
@@ -278,7 +280,7 @@ def _params(
 
 
 def _routes_of(routes: RoutedExperts) -> NDArray[Any]:
-    """Return the array of a body, (positions, layers, experts per token)."""
+    """Return the expert routes in a body as an array (positions, layers, experts per token)."""
     dtype = np.dtype(routes.dtype).newbyteorder("<")
     num_bytes = math.prod(routes.shape) * dtype.itemsize
     if num_bytes != len(routes.data):
@@ -308,7 +310,7 @@ def structured_format(body: GenerationBody) -> dict[str, Any] | None:
     if len(forms) > 1 or getattr(body, "response_format", None) is not None:
         others = [name for name, _ in forms[1:]] or ["response_format"]
         raise bad_request(
-            forms[0][0], f"and {others[0]} both set the format of the reply; set only one of them"
+            forms[0][0], f"sets the format of the reply, but so does {others[0]}; set only one of the two"
         )
     [(name, value)] = forms
     return _as_format(name, value)
@@ -316,7 +318,7 @@ def structured_format(body: GenerationBody) -> dict[str, Any] | None:
 
 @contextmanager
 def named_as_asked(body: GenerationBody | ResponsesBody, *, is_call: bool = False) -> Iterator[None]:
-    """Make errors about `response_format` name the body field that set it: `tools` for tool calls."""
+    """Make errors about `response_format` name the body field that set it (`tools` for tool calls)."""
     try:
         yield
     except (ParameterError, ApiError) as error:
@@ -337,7 +339,7 @@ def _form_field(body: GenerationBody | ResponsesBody) -> str | None:
 
 
 def _forms_of(body: GenerationBody) -> list[tuple[str, Any]]:
-    """Return the `guided_*` and `structured_outputs` fields that are set, with their values, once each."""
+    """Return the names and values of the `guided_*` and `structured_outputs` fields set, without repeats."""
     guided = [
         (name, getattr(body, name))
         for name in GUIDED

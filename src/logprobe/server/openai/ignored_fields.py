@@ -3,9 +3,9 @@
 A reply names known fields without effect in its `Warning` header; the log names each of these fields once.
 
 An unknown field is rejected if it is misspelled, belongs to another route, or belongs to another server's
-interface and would change the reply, because ignoring it would give results that the client did not ask for.
-Any other unknown field is ignored, named in `Warning` and counted. Names from clients are shortened and shown
-in plain ASCII.
+interface and would change the reply. Ignoring such a field would give results that the client did not ask
+for. Any other unknown field is ignored, named in `Warning` and counted. Names from clients are shortened and
+shown in plain ASCII.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _has_no_tools(body: Any) -> bool:
 
 
 def _binds_no_call(body: Any) -> bool:
-    """Return True if a tool sets `strict`, but `tool_choice` does not constrain calls to their schemas."""
+    """Return True if a tool sets `strict`, but `tool_choice` does not make calls follow the schemas."""
     functions = [tool.get("function", tool) for tool in body.tools]
     is_strict = any(isinstance(function, dict) and function.get("strict") for function in functions)
     return is_strict and getattr(body, "tool_choice", None) in (None, "auto")

@@ -30,7 +30,7 @@ APART: Final = ("role", "content", "reasoning_content", "tool_calls")
 
 
 class InputItems:
-    """Chat messages built from input items; keeps the path in the input of each part of a message."""
+    """Chat messages built from input items; records where in the input each part of a message comes from."""
 
     def __init__(self, items: str | Sequence[Mapping[str, Any]]) -> None:
         """Convert items to messages, or a text to a user message.
@@ -49,7 +49,7 @@ class InputItems:
             self._read(item, f"input[{index}]")
 
     def path_of(self, message: int, rest: str) -> str:
-        """Return the path in the input for message number `message` and `rest`, a path in that message.
+        """Return the path in the input that corresponds to `rest`, a path in message number `message`.
 
         `rest` is, for example, `.tool_calls[0].function.name`.
         """
@@ -107,7 +107,7 @@ class InputItems:
 
 
 def _fields(item: Mapping[str, Any], kind: str, where: str) -> dict[str, Any]:
-    """Validate an item, and return its fields with content."""
+    """Validate an item, and return its content fields."""
     names = FIELDS[kind]
     unread = item.keys() - {*names, *LABELS, *REPORTS}
     for name in sorted(unread):

@@ -1,4 +1,4 @@
-"""Generate the OpenAPI document from the typed bodies and replies and the route table."""
+"""Generate the OpenAPI document from the route table and the types of bodies and replies."""
 
 from __future__ import annotations
 

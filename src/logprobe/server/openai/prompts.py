@@ -60,7 +60,7 @@ class Prompt:
 
 
 def read_prompts(body: CompletionBody, max_tokens: int, service: Service) -> list[Prompt]:
-    """Read the prompts in a body: a text, a list of ids, or a list of several texts or several lists of ids.
+    """Read the prompts in a body: a text or a list of ids, or a list of texts or of lists of ids.
 
     `max_tokens` is the number of tokens to generate.
 
@@ -183,9 +183,9 @@ def render_messages(
 
 
 def kept_tokens(body: GenerationBody, max_tokens: int | None, service: Service) -> slice:
-    """Return the tokens of a prompt that `truncate_prompt_tokens` keeps: its last ones, by default all.
+    """Return the slice of a prompt's tokens that `truncate_prompt_tokens` keeps at the end, by default all.
 
-    -1 keeps as many as fit into the model's context before `max_tokens` new tokens (None: one).
+    -1 keeps as many as fit into the model's context before `max_tokens` new tokens (None counts as 1).
 
     Raises:
         ApiError: 400 if no token would be left.
@@ -240,7 +240,7 @@ def variables_by_field(body: Any) -> dict[str, dict[str, Any]]:
 
 
 def unread_fields(body: Any, known: AbstractSet[str]) -> list[str]:
-    """Return the body's reasoning fields that set none of the template's variables, which are `known`."""
+    """Return the body's reasoning fields that set no variable in `known`, the template's variables."""
     return [name for name, variables in variables_by_field(body).items() if known.isdisjoint(variables)]
 
 
@@ -258,7 +258,9 @@ def template_variables(body: Any, known: AbstractSet[str]) -> dict[str, Any]:
     for name, values in variables_by_field(body).items():
         for variable in known & values.keys():
             if variables.setdefault(variable, values[variable]) != values[variable]:
-                message = f"and another field set {variable} to different values; set only one of them"
+                message = (
+                    f"sets {variable}, but another field sets it to a different value; set only one of them"
+                )
                 raise bad_request(name, message)
     return variables
 

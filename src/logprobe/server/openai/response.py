@@ -115,11 +115,11 @@ class ResponseShape:
 
     @property
     def begun_entries(self) -> int:
-        """Cost of writing the part of the reply that the prompt already contains, in entries."""
+        """Cost (in entries) of writing the beginning of the reply that the prompt already contains."""
         return self._splitter.begun_entries
 
     def num_entries(self, pieces: Sequence[CompletionPiece]) -> int:
-        """Return the cost of writing held-back text and the ends of items, in entries."""
+        """Return the cost (in entries) of writing held-back text and the ends of items."""
         return sum(map(self._splitter.num_entries, pieces)) + num_ending_entries(
             self._body, self._generation, pieces
         )

@@ -75,7 +75,7 @@ class TokenRow(ChatTopLogprob, kw_only=True):
 
 
 class IdRow(Shape, kw_only=True):
-    """A candidate token at a prompt position; the token id is the key."""
+    """A candidate token at a prompt position; its key in the JSON object is the token id."""
 
     logprob: Logprob
     rank: int
@@ -183,7 +183,7 @@ class _CallColumns(_ReasoningColumns, kw_only=True):
 
 
 class ChatLogprobs(_CallColumns, kw_only=True):
-    """Rows of a choice or of a chunk; the columns of each channel are parallel to its rows."""
+    """Rows of a choice or of a chunk; the columns of a channel are parallel to that channel's rows."""
 
     content: list[ChatTokenLogprob] | None
     refusal: list[ChatTokenLogprob] | None
@@ -216,7 +216,7 @@ class ToolCallDelta(ToolCall, kw_only=True):
 
 
 class ChatMessage(Shape, kw_only=True):
-    """The assistant's message; content is null if it consists of tool calls only."""
+    """The assistant's message; `content` is null if the message has only tool calls."""
 
     role: Literal["assistant"]
     content: str | None
@@ -291,7 +291,7 @@ class CompletionLogprobs(_FurtherColumns, kw_only=True):
 
 
 class CompletionChoice(_PromptExtras, kw_only=True):
-    """A choice of a text completion or of its chunk."""
+    """A choice of a text completion or of one of its chunks."""
 
     index: int
     text: str
@@ -368,7 +368,7 @@ class OutputCall(Shape, kw_only=True, tag_field="type", tag="function_call"):
 
 
 class Item(msgspec.Struct, kw_only=True):
-    """An input item of a response; a message keeps further fields of the request."""
+    """An input item of a response; an item of type `message` has further fields from the request."""
 
     id: str
     type: Literal["message", "reasoning", "function_call", "function_call_output"]
@@ -490,7 +490,7 @@ class FittedLabels(Shape, kw_only=True):
 
 
 class Labelled(Shape, kw_only=True):
-    """Scores of the labels for one prompt, in the order of `labels`; null if no label is possible."""
+    """Scores of one prompt's labels, in the order of `labels`; `probs` are null if no label is possible."""
 
     index: int
     label: str
@@ -512,7 +512,7 @@ class Labels(_Answers, kw_only=True):
 
 
 class Judged(Shape, kw_only=True):
-    """Distribution of the grade of one prompt, in the order of `scale`; null if no grade is possible."""
+    """Distribution of a prompt's grade, in the order of `scale`; `probs` are null if no grade is possible."""
 
     index: int
     expectation: float | None
@@ -579,7 +579,7 @@ class RankedText(Shape, kw_only=True):
 
 
 class Ranked(Shape, kw_only=True):
-    """Relevance of a document, in [0, 1]; null if neither answer is possible."""
+    """Relevance of a document, in [0, 1]; null if neither label (by default yes or no) is possible."""
 
     index: int
     relevance_score: float | None
@@ -610,7 +610,7 @@ class ModelStatus(Shape, kw_only=True):
 
 
 class Model(Shape, kw_only=True):
-    """A model or LoRA weights; the entry of a model that is not loaded has no further fields."""
+    """A model or LoRA weights; the entry of an unloaded model has none of the optional fields."""
 
     id: str
     object: Literal["model"]

@@ -50,7 +50,7 @@ NO_TOOLS: Final = Tools()
 
 
 def tools_of(body: ChatBody | ResponsesBody, form: ResponseForm | None) -> Tools:
-    """Read the tools in a body; there are none with `tool_choice: none`.
+    """Read the tools in a body; with `tool_choice: none`, they are left out.
 
     Raises:
         ApiError: 400 if a tool is invalid, or `tool_choice` is invalid, names no tool or cannot be enforced.
@@ -120,7 +120,7 @@ def functions_of(tools: Sequence[Mapping[str, Any]] | None, *, is_flat: bool = F
 def _function(tool: Mapping[str, Any], where: str, is_flat: bool) -> dict[str, Any]:
     """Convert a tool to the form that chat templates expect, without `strict`, which only the server uses."""
     if tool.get("type") != "function":
-        message = "must be function; the server runs no other tools"
+        message = "must be function; no other type of tool is supported"
         raise bad_request(f"{where}.type", message, code="unsupported_parameter")
     known = FLAT_FIELDS if is_flat else {"type", "function"}
     for name in sorted(tool.keys() - known):

@@ -149,11 +149,11 @@ class ChatShape(ChoicesShape[ChatBody]):
 
     @property
     def begun_entries(self) -> int:
-        """Cost per choice of the part of the reply that the prompt already contains, in entries."""
+        """Cost (in entries), per choice, of the beginning of the reply that the prompt already contains."""
         return self._splitter.begun_entries
 
     def num_entries(self, pieces: Sequence[CompletionPiece]) -> int:
-        """Return the cost of writing held-back text and the ends of choices, in entries."""
+        """Return the cost (in entries) of writing held-back text and the ends of choices."""
         return sum(map(self._splitter.num_entries, pieces)) + num_ending_entries(
             self._body, self._generation, pieces
         )
@@ -171,7 +171,7 @@ class ChatShape(ChoicesShape[ChatBody]):
         }
 
     def _reported(self, segments: Sequence[ReplySegment]) -> list[ReplySegment]:
-        """Return the segments that the reply contains, which `include_reasoning` may leave out."""
+        """Return the segments to report: all, or all but reasoning if `include_reasoning` is false."""
         has_all = self._body.include_reasoning is not False
         return [segment for segment in segments if has_all or segment.channel != "reasoning"]
 

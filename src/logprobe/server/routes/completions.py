@@ -116,7 +116,7 @@ class CompletionShape(ChoicesShape[CompletionBody]):
         yield self._frame([self._begin(piece) if is_first else self._choice(piece)])
 
     def num_entries(self, pieces: Sequence[CompletionPiece]) -> int:
-        """Return the cost of writing finished choices, in entries, not counting log-probability rows."""
+        """Return the cost (in entries) of writing finished choices, not counting log-probability rows."""
         return num_ending_entries(self._body, self._generation, pieces)
 
     def _choice(self, piece: CompletionPiece) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`GET /openapi.json` and `GET /docs`: the OpenAPI document, and the same as a web page without scripts."""
+"""`GET /openapi.json` returns the OpenAPI document; `GET /docs` shows it as a web page without scripts."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ PAGE_HEADERS: Final = {
 
 
 async def health(_: HttpRequest, service: Service) -> Response:
-    """Check that the server and its engines are alive; 503: the server must be restarted."""
+    """Check that the server and its engines are alive; 503 means that the server must be restarted."""
     for one in service.models.loaded:
         one.check_engine()
     return json_reply({"status": "draining" if service.lifetime.is_draining else "ok"})
@@ -132,7 +132,7 @@ def _reply_form(service: Service) -> dict[str, Any] | None:
 
 
 async def logits_processors(request: HttpRequest, service: Service) -> Response:
-    """List the registered logits processors, and those that the server could be started with."""
+    """List the registered logits processors, and others with which the server can be started."""
     return await service.documents.reply(request, "logits_processors", lambda: _processors(service))
 
 
@@ -160,7 +160,7 @@ async def tokenize(request: HttpRequest, service: Service) -> Response:
 def _tokenized(body: TokenizeBody, service: Service) -> Response:
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
-        raise bad_request("prompt", "set either prompt or messages")
+        raise bad_request("prompt", "give either prompt or messages")
     if body.messages is not None:
         ids = encode_messages(body.messages, service, layout_of(body, service, functions_of(body.tools)))
     else:

@@ -69,7 +69,7 @@ async def _scored(
 
 
 def prepare_generative_scoring(body: GenerativeScoringBody, service: Service) -> LabelTokensRequest:
-    """Tokenize query and items one by one, as vLLM does, and admit a request for each item."""
+    """Tokenize the query and each item separately, as vLLM does, and admit a request for each item."""
     service.choose_weights(body)
     service.log_body("generative_scoring", body)
     texts = [part for part in [body.query, *body.items] if isinstance(part, str)]

@@ -57,7 +57,7 @@ async def judge(request: HttpRequest, service: Service) -> Response:
 
 
 async def rerank(request: HttpRequest, service: Service) -> Response:
-    """Rank documents by their relevance to a query, in [0, 1], most relevant first."""
+    """Rank documents by relevance to a query (0 to 1), the most relevant first."""
     return await _answered(request, service, RerankBody, prepare_rerank)
 
 
@@ -114,7 +114,7 @@ def prepare_label(body: LabelBody, service: Service) -> AnswerRequest:
     prompts = _open(body, "label", service)
     has_empty = body.correction == "calibrated"
     count = (len(prompts) + has_empty) * body.num_answers
-    check_count(service.settings, "max_requests", "labels", count, "texts of labels times prompts")
+    check_count(service.settings, "max_requests", "labels", count, "pairs of a prompt and a label text")
     confidence = None if body.confidence is None else service.confidence_named(body.confidence)
     named = labels.texts_of(body.labels)
     texts = [text for texts in named.values() for text in texts]
@@ -140,7 +140,7 @@ def prepare_judge(body: JudgeBody, service: Service) -> AnswerRequest:
     """Validate and admit one request for each pair of a prompt and a grade's spelling."""
     prompts = _open(body, "judge", service)
     count = len(prompts) * body.num_answers
-    check_count(service.settings, "max_requests", "scale", count, "grades times prompts")
+    check_count(service.settings, "max_requests", "scale", count, "pairs of a prompt and a grade")
     _check_texts("input", [text for text in prompts if isinstance(text, str)], body.num_answers, service)
     scale = labels.SCALE if body.scale is None else body.scale
 
@@ -151,7 +151,13 @@ def prepare_judge(body: JudgeBody, service: Service) -> AnswerRequest:
             scale,
             read=lambda messages: _read(messages, body, body.num_answers, service),
         )
-        check_count(service.settings, "max_requests", "scale", len(plan.pairs), "spellings of all grades")
+        check_count(
+            service.settings,
+            "max_requests",
+            "scale",
+            len(plan.pairs),
+            "pairs of a prompt and a grade's spelling",
+        )
         return plan
 
     return _admit_answers("judge", lay_out, _judged, body, service)
@@ -272,7 +278,7 @@ def prepare_rerank(body: RerankBody, service: Service) -> AnswerRequest:
 
 
 def ranked(scores: Sequence[float], documents: Sequence[str] | None) -> list[dict[str, Any]]:
-    """Return document indices with scores, best first; equal scores keep their order, and NaN comes last."""
+    """Return document indices with scores, best first; ties keep their order, and NaN comes last."""
     order = sorted(range(len(scores)), key=lambda place: (math.isnan(scores[place]), -scores[place]))
     results = [finite_fields({"index": place, "relevance_score": scores[place]}) for place in order]
     if documents is None:
@@ -284,6 +290,10 @@ def _check_texts(param: str, texts: Sequence[str], num_times: int, service: Serv
     """Check the size of texts in bytes, multiplied by the number of times that each is tokenized."""
     count = num_times * sum(map(utf8_bytes, texts))
     check_count(
-        service.settings, "max_text_bytes", param, count, "bytes of text, counted each time it is read"
+        service.settings,
+        "max_text_bytes",
+        param,
+        count,
+        "bytes of text, counted each time the text is tokenized",
     )
     check_texts(texts, param, service)

@@ -93,7 +93,7 @@ def _reply(
 
 @dataclass(frozen=True, slots=True)
 class LoglikelihoodRequest:
-    """The engine requests: each continuation after its context and, for `unconditional`, without it."""
+    """The engine requests: each continuation after its context and, for `unconditional`, alone."""
 
     reply_id: str
     model: str  # name in the reply
@@ -148,7 +148,7 @@ def _with_named_ids(
 def _read_context(
     body: LoglikelihoodBody, num_times: int, service: Service
 ) -> tuple[str | None, str | IntArray]:
-    """Return the rendered conversation and its ids or, without messages, None and the context."""
+    """Return the rendered conversation and its ids; without messages, return None and the context."""
     check_one_of(body, "context")
     for name in LAYOUT_FIELDS if body.messages is None else ():
         if getattr(body, name) is not None:

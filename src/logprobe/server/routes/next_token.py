@@ -71,7 +71,10 @@ def _row_bytes(output: RequestOutput, dtype: np.dtype[Any]) -> bytes:
 
 
 def origin(output: RequestOutput, model: str) -> dict[str, str]:
-    """Return what computed an output, for the metadata of a reply; it is the same for all of a call."""
+    """Return metadata on what computed an output: model, weights, arithmetic and versions.
+
+    All outputs of one HTTP request have the same metadata.
+    """
     if output.info is None:
         return {"model": model}
     names = ("weights", "arithmetic", "logits_dtype", "weight_version", "lora_version", "logprobe_version")
@@ -84,8 +87,8 @@ def safetensors_head(
 ) -> tuple[bytes, int]:
     """Return the beginning of a safetensors body, and the number of bytes of the tensors that follow.
 
-    The beginning is the size of the header, and the header, whose `__metadata__` is `metadata`. The tensors,
-    with these shapes and this safetensors dtype, follow in the order of `shapes`.
+    The beginning consists of the header's size and the header, which has `metadata` as `__metadata__`. The
+    tensors must follow in the order of `shapes`. `dtype` is the safetensors name of their type, such as F32.
     """
     entries, start = {}, 0
     for name, shape in shapes.items():

@@ -44,7 +44,7 @@ class DrawRequest:
 
 
 async def uncertainty(request: HttpRequest, service: Service) -> Response:
-    """Sample answers and measure their agreement by their exact probabilities (nats)."""
+    """Sample answers and measure their agreement by exact probabilities; entropies are in nats."""
     asked = await read(request, service, UncertaintyBody, prepare)
     work = service.run_until(asked.admitted, asked.plan.growing)
     outputs = await while_connected(request.receive, work, service.check_engine)
