@@ -83,8 +83,8 @@ def head_extract(
 def default_chunk_rows(vocab_size: int | None, device_type: str = "cpu") -> int:
     """Return the default number of rows per chunk of float32 logits.
 
-    On a CPU, this is as many rows as fit in 8 MiB; if fewer than 32 fit, it is 32, or fewer so that the chunk
-    has at most 32 MiB. On a GPU, it is as many rows as fit in 128 MiB. The result is at least 1; without
+    On a CPU, this is as many rows as fit in 8 MiB; if fewer than 32 fit, it is 32, or as many as fit in 32
+    MiB if that is less. On a GPU, it is as many rows as fit in 128 MiB. The result is at least 1; without
     `vocab_size` it is 32.
     """
     if vocab_size is None:
