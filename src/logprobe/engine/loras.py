@@ -24,7 +24,7 @@ class LoraTable:
         self._versions: dict[int, str] = {}  # by load number
 
     def paths(self) -> dict[str, str]:
-        """Return the folder of each load that requests may name, by name."""
+        """Return the folders of the loads that a name refers to, by name."""
         return {name: load.path for name, load in self._loads.items()}
 
     def number(self, name: str) -> int:

@@ -86,7 +86,7 @@ class Proof:
         return pools[0]
 
     def _prove_together(self, decoder: AnyDecoder, references: list[Reference]) -> KVPool:
-        """Run references that all use the short or all the long rotary frequencies, packed into one step."""
+        """Run references packed into one step; all use the short rotary frequencies, or all the long ones."""
         lengths = [len(reference.token_ids) for reference in references]
         pool = decoder.new_pool(sum(lengths))
         decoder.record_on(pool, max(lengths))

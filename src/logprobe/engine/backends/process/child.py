@@ -81,7 +81,7 @@ class Child:
     def __init__(self, channel: Channel[Order], passing: set[Path]) -> None:
         self._channel = channel
         self._passing = passing
-        self._pulsing = runtime.Lock()  # held from reading the statistics of a heartbeat until it is sent
+        self._pulsing = runtime.Lock()  # held while a heartbeat's statistics are read and sent
 
     def run(self) -> None:
         """Start the engine, and serve until a `Stop` message arrives."""
@@ -134,7 +134,7 @@ class Child:
     def _receive(self) -> Order | None:
         """Wait for the next command; return None if none arrives in `PULSE_S` seconds.
 
-        Requests that cannot be decoded fail, and None is returned.
+        If the command is a `Submit` that cannot be decoded, fail its requests and return None.
 
         Raises:
             UnreadableError: a message other than `Submit` cannot be decoded.

@@ -1,4 +1,4 @@
-"""Loads a model that transformers verifies, and in some cases runs; see `ready`."""
+"""Loads a model and verifies it against transformers, which also runs it if no native decoder can."""
 
 from __future__ import annotations
 
