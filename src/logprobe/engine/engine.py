@@ -235,7 +235,7 @@ class Engine:
             return self.fail_step(step, error)
 
     def advance(self) -> StepDeltas:
-        """Run the part of a step that the next step depends on; the caller passes it to `events_of`."""
+        """Run the part of a step that the next step depends on; the result must be passed to `events_of`."""
         began_s = runtime.perf_counter()
         step = self._advance()
         self._durations["step"].add(runtime.perf_counter() - began_s)
@@ -407,7 +407,7 @@ class Engine:
         return [sample for sample in samples if sample.request.request_id == request_id]
 
     def _draw(self, rows: list[SampleRow], slots: IntArray) -> list[Drawn]:
-        """Sample a token for each row, from the logits after the token in the row's slot of `slots`."""
+        """Sample a token for each row; `slots` has, for each row, the KV slot of the token before it."""
         drawn: list[Drawn] = []
         for chunk in self.sampling.chunks(rows):
             logits = as_rows(self._logits(rows[chunk], slots[chunk]))

@@ -68,7 +68,7 @@ class LoraTable:
         return self._versions.get(number)
 
     def hold(self, number: int) -> None:
-        """Add a request's reference to a load; the request's end must call `release`."""
+        """Add a request's reference to a load; call `release` when the request ends."""
         self._holds[number] += 1
 
     def release(self, number: int) -> int | None:

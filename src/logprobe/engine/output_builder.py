@@ -242,7 +242,7 @@ class OutputBuilder:
 
 
 class ActivationBuilder:
-    """Collects the activations of one request, and adds a sample's to the output when the sample ends."""
+    """Collects the activations of one request; adds each sample's activations to the output at its end."""
 
     def __init__(self, request: Request, table: TokenTable) -> None:
         asked = request.params.return_hidden_states

@@ -151,7 +151,7 @@ class EngineStats:
     def of_replicas(cls, replicas: dict[str, EngineStats]) -> EngineStats:
         """Aggregate the statistics of replicas, given by name.
 
-        The result's `replicas` is empty unless there are several.
+        The result's `replicas` is empty unless there is more than one.
         """
         counts = (
             "waiting",
@@ -260,7 +260,9 @@ class Capture:
         self.hidden[self.rows, self.layers.index(layer)] = hidden[self.tokens]
 
     def route(self, place: int, chosen: Array) -> Array:
-        """Return the experts to use for all tokens in the step, (num_tokens, experts per token); keep them.
+        """Return the experts to use for all tokens in the step, (num_tokens, experts per token).
+
+        If `routes` is set, the experts of the tokens in `tokens` are written to it.
 
         Args:
             place: index of the layer among the layers with experts.

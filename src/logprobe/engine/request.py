@@ -133,7 +133,7 @@ class RequestOutput:
         return f"RequestOutput({prompt}{len(self.prompt_token_ids)} prompt tokens, {first}{more})"
 
     def _repr_html_(self) -> str | None:
-        """Render the prompt and the completions that have log-probabilities as HTML; None if none has."""
+        """Render the prompt and completions that have log-probabilities as HTML; None if there are none."""
         prompt = [] if self.prompt_logprobs is None else [self.prompt_logprobs]
         completions = [output.logprobs for output in self.outputs if output.logprobs is not None]
         texts = [shaded([*prompt, record], num_marked=1) for record in completions] or [shaded(prompt)]

@@ -129,7 +129,7 @@ def _proven_by_reference(
         proof = ReferenceProof(model, eos_token_ids=ids)
         progress.say("packing")
         panels = panels_of(model.matrices(), model.source, store)
-        progress.say("proving")
+        progress.say("verifying")
         decoder = native_decoder(model.spec, model.source.shapes.keys(), model.vectors(), proof, panels)
     if isinstance(decoder, str):
         raise UnsupportedModelError(f"{files.name}: {decoder}; {NEEDS_TRANSFORMERS}")

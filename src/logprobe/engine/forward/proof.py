@@ -2,7 +2,7 @@
 
 The reference (`TransformersProof` or `ReferenceProof`) runs short texts at the model's first and last
 positions, and across every length at which its rotary frequencies may change. Then the decoder runs the same
-texts through every attention path, packed into one step, whole and with the first part of each text in the
+texts, packed into one step, through every attention path: whole texts, and texts whose first part is in the
 KV cache. The logits must agree.
 """
 
@@ -156,7 +156,7 @@ def _log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
 
 
 def special_ids(*contents: dict[str, Any]) -> set[int]:
-    """Return the ids of all keys that end in `token_id`, in the given contents of config.json."""
+    """Return the token ids in contents of config.json: the values of all keys that end in `token_id`."""
     values = [value for content in contents for name, value in content.items() if name.endswith("token_id")]
     lists = [value if isinstance(value, list) else [value] for value in values]
     return {one for ids in lists for one in ids if isinstance(one, int)}

@@ -116,7 +116,7 @@ def check_capture(request: Request, shape: ModelShape | None, *, max_len: int) -
 
 
 def _check_routes(given: Array, shape: ModelShape, num_positions: int) -> None:
-    """Raise `ParameterError` if given routes do not fit the model, or a text of so many positions."""
+    """Raise `ParameterError` if given routes do not fit the model, or exceed `num_positions` positions."""
     name = "routed_experts"
     want = (shape.num_expert_layers, shape.experts_per_token)
     own = f"has {given.shape[1]} layers with {given.shape[2]} experts per token"

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 class SlotPool:
     """Stack of free slot numbers in [0, num_slots).
 
-    `on_free` is called with the slots each time some are freed, so that data cached by slot can be
-    invalidated.
+    `on_free` is called with slots that are freed, so that data cached by slot can be invalidated.
     """
 
     def __init__(self, num_slots: int, on_free: Callable[[IntArray], None] | None = None) -> None:

@@ -1,10 +1,10 @@
 """The scheduler: plans each step's tokens and slots, the prompt rows to score, and the tokens to sample.
 
 A step mixes one token of each generating sample with chunks of prompts, oldest samples first, up to
-`max_num_batched_tokens`; `FairShares` limits each call while others wait. Prompt tokens found in the radix
-tree are not run again. Prompt tokens enter the tree when they are *planned*, so prompts in the same step also
-share their prefix (attention stores all keys of a step before it reads any). If slots run out, unused
-prefixes are evicted first; then a paused sample is preempted; then the sample picked by `FairShares`.
+`max_num_batched_tokens`; `FairShares` limits each call while other calls wait. Prompt tokens found in the
+radix tree are not run again. Prompt tokens enter the tree when they are *planned*, so prompts in the same
+step also share their prefix (attention stores all keys of a step before it reads any). If slots run out,
+unused prefixes are evicted first; then a paused sample is preempted; then the sample picked by `FairShares`.
 Preempted samples are recomputed later. Drafts are verified with what is left of a step's budget.
 """
 

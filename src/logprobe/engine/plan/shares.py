@@ -166,7 +166,7 @@ class FairShares:
         return first
 
     def _next_of(self, first: Sample, waiting: Iterable[Sample], active: Iterable[Sample]) -> Sample:
-        """Return `first`; if its call holds its share, the first sample of the caller's other calls."""
+        """Return `first`, unless its call has its full share: then a sample of another call of the caller."""
         line = (sample for sample in waiting if not sample.is_paused and sample.caller == first.caller)
         own = [sample for sample in active if sample.caller == first.caller]
         return _in_turn(first, line, own, self._calls(first.caller))
@@ -218,7 +218,7 @@ def _places(total: int, parties: int) -> int:
 
 
 def _in_turn(first: Sample, line: Iterable[Sample], active: Sequence[Sample], level: _Level) -> Sample:
-    """Return `first`; if its party has its share, the first sample whose party has less than its share.
+    """Return `first`, unless its party has its full share: then the first sample of a party below that.
 
     A party is a caller or a call, as `level` says.
     """

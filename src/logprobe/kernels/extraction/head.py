@@ -38,7 +38,7 @@ def head_extract(
     """Return `extract(head(hidden), ...)`, but hold only one chunk of logits at a time.
 
     Args:
-        hidden: (T, H) final hidden states, an array or a torch tensor, as `head` takes it.
+        hidden: (T, H) final hidden states, an array or a torch tensor, whichever `head` takes.
         head: computes (rows, V) logits from (rows, H) hidden states, including the model's scale and soft
             cap. The first chunk has 32 rows if `chunk_rows` is None and `head` has no attribute
             `out_features` (`nn.Linear` has one).

@@ -152,7 +152,7 @@ def allocate(
         requests: the validated requests.
         dtype: dtype of columns of floats.
         empty: allocates a column from its shape and the name of its dtype.
-        put: moves an array of the requests to where the columns are.
+        put: copies an array of the requests to the device of the columns, if necessary.
     """
     num_rows = len(requests.chosen_ids)
     given = None

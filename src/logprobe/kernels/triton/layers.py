@@ -385,7 +385,7 @@ def gate(parts: Tensor, bias: Tensor | None, activation: str, out: Tensor, *, ha
 
     Args:
         parts: (parts, rows, width) gates, or (parts, rows, 2 * width) gates followed by values, float32,
-            contiguous; their sum over `parts` is a matrix product (see `linear_parts`).
+            contiguous; the sum over the first axis is a matrix product (see `linear_parts`).
         bias: (width,) or (2 * width,) float32 of the product.
         activation: one of ACTIVATIONS.
         out: (num_pieces, rows, width) bfloat16, contiguous: pieces of float32 numbers (see `pieces.py`).

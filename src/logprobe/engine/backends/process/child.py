@@ -1,8 +1,9 @@
 """Main program of an engine process: receives commands from its parent, runs the engine, and reports.
 
 `Replica` starts the process with three arguments: the folder of the sockets, the file descriptor of a socket
-that is closed when the parent exits (the lifeline), and the file descriptor of the file for shared rows. The
-process exits on `Stop` or when its parent is gone. It ignores terminal signals, which the parent handles.
+whose other end closes when the parent exits (the lifeline), and the file descriptor of the file for shared
+rows. The process exits on `Stop` or when its parent is gone. It ignores terminal signals, which the parent
+handles.
 """
 
 from __future__ import annotations

@@ -430,7 +430,7 @@ class Decoder:
     def _add_operations(
         self, linear: Linear, name: str, x: Array, norm: Norm | None, step: Step
     ) -> list[Operation]:
-        """Return the operations that add `linear(x)` to the hidden states, after `norm` if there is one."""
+        """Return the operations that add `linear(x)`, normalized by `norm` if given, to the hidden states."""
         if norm is None:
             factor = self.spec.factors.residual
             return [
@@ -567,7 +567,7 @@ def _attend_by(plan: AttentionPlan, step: Step, layer: int, rule: ScoreRule) -> 
 def _normed(norm: Norm | None, x: Array, out: Array) -> tuple[Array, list[Operation]]:
     """Return the input of a sublayer, and the operations that compute it from `x`.
 
-    Without a norm, the input is `x` and there are no operations; otherwise it is `out`.
+    Without a norm, the input is `x` and there are no operations; otherwise the input is `out`.
     """
     return (x, []) if norm is None else (out, [norm.stage(x, out)])
 

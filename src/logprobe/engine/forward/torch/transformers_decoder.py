@@ -141,7 +141,7 @@ class TransformersDecoder:
         self._room.make(lora)
 
     def record_on(self, pool: KVPool, max_len: int) -> None:
-        """Do nothing, because this decoder does not use CUDA graphs."""
+        """Do nothing, because this decoder does not record steps."""
 
     def plan(self, pool: KVPool, batch: StepBatch) -> TensorPlan:
         """Return the attention plan of a scheduled step."""

@@ -148,7 +148,7 @@ def _proven(
     progress.say("packing")
     matrices = matrices_of(module, with_experts=not isinstance(spec, str))
     panels = panels_of(matrices, model.source, store)
-    progress.say("proving")
+    progress.say("verifying")
     decoder = (
         spec
         if isinstance(spec, str)
