@@ -112,7 +112,7 @@ def test_many_pairs_and_long_ones_and_what_a_text_is(tiny_llm: LLM) -> None:
         np.testing.assert_allclose(one.token_logprobs, other.token_logprobs, rtol=0, atol=2e-5)
         np.testing.assert_allclose(one.entropy or [], other.entropy or [], rtol=0, atol=2e-5)
         assert one.pmi == pytest.approx(other.pmi, abs=2e-4)
-    with pytest.raises(PromptTooLongError, match="number 1 of 3 and continuation have 200 tokens"):
+    with pytest.raises(PromptTooLongError, match="number 1 of 3 has 200 tokens with its continuation"):
         tiny_llm.score(pairs, sampling_params=plain)
 
 

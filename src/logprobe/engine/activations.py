@@ -1,7 +1,7 @@
-"""`StepActivations`: hidden states and routes of a step's tokens, predictions from inner layers (logit lens).
+"""`StepActivations`: hidden states, expert routes and logit-lens predictions of a step's tokens.
 
-The last hidden states are stored by slot, also those of cached tokens. The states of inner layers exist only
-while a step runs; samples that report them compute all their tokens themselves.
+The last layer's states are stored by KV slot, so cached tokens have them too. The states of inner layers and
+the routes exist only while a step runs, so a sample that reports them uses no cached tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from logprobe.kernels.placement import as_rows
 from logprobe.records.rows import host_array
 from logprobe.transport.messages import Finish
 
-MAX_BYTE: Final = 256  # up to so many experts per layer, a route takes a byte per expert
+MAX_BYTE: Final = 256  # with at most this many experts per layer, routes are uint8, else uint16
 
 if TYPE_CHECKING:
     from logprobe.engine.plan.sample import Sample
@@ -38,7 +38,7 @@ class StepActivations:
         """Choose what the step must keep for the samples in `plan.captured`."""
         self._forward = forward
         self.batch = batch  # with a capture if inner layers are needed
-        self._first: dict[Sample, tuple[int, int]] = {}  # row in the capture and position of the first token
+        self._first: dict[Sample, tuple[int, int]] = {}  # first token: row in capture, position
         self._num_run: dict[Sample, int] = {}  # tokens of the sample in the step
         layers: set[int] = set()
         reports_routes = False
@@ -69,7 +69,7 @@ class StepActivations:
         return np.full((num_rows, shape.num_expert_layers, shape.experts_per_token), -1, np.int32)
 
     def _given(self, plan: StepPlan, num_rows: int) -> Array | None:
-        """Return the routes that samples give for the step's tokens; None if there are none."""
+        """Return the expert routes that requests prescribe for the step's tokens; None if there are none."""
         spans = [span for span in plan.tokens if span.sample.is_private]
         if not spans:
             return None
@@ -83,7 +83,7 @@ class StepActivations:
         return routes
 
     def collect(self, plan: StepPlan, step: StepDeltas, recorder: Recorder) -> None:
-        """Add the activations of a step's tokens to its deltas, and end prompts that are fully reported."""
+        """Add the activations of a step's tokens to the step's deltas; end samples that have reported all."""
         capture = self.batch.capture
         for sample in plan.captured:
             own = sample.capture
@@ -164,7 +164,7 @@ class StepActivations:
     def _lens(self, sample: Sample, start: int, end: int) -> list[HostRows]:
         """Return rows of log-probabilities after positions [start, end), for each layer of the lens.
 
-        Their chosen tokens are the text's next tokens, and after its end the model's most likely token.
+        A row's chosen token is the next token of the text; after the last token, it is the most likely one.
         """
         assert sample.capture is not None
         forward, slots = self._forward, sample.kept_slots(start, end)

@@ -67,7 +67,7 @@ class Client:
     Args:
         engine: front end that runs the requests.
         text: the model's tokenizer and chat template.
-        lora: name of the LoRA adapter for all requests; None: each request's parameters name its own.
+        lora: name of the LoRA adapter for all requests; None: it is taken from each request's parameters.
         max_logprobs: maximum number of alternatives per token in a request; -1: no limit.
     """
 
@@ -240,7 +240,7 @@ class Client:
         return params
 
     def allowed_params(self, params: SamplingParams) -> SamplingParams:
-        """Check the parameters against this client's limits; return them with its LoRA weights set.
+        """Check the parameters against this client's limits; return them with its LoRA adapter set.
 
         Raises:
             ParameterError: the parameters ask for more than `max_logprobs` alternatives, or name LoRA weights
@@ -253,7 +253,7 @@ class Client:
         if self.lora is None or params.lora == self.lora:
             return params
         remedy = (
-            f"is {params.lora!r}, but this model is with_lora({self.lora!r}); use the LLM without adapter"
+            f"is {params.lora!r}, but this model was made by with_lora({self.lora!r}); use the original LLM"
         )
         require(params.lora is None, "lora", remedy)
         return replace(params, lora=self.lora)
@@ -289,8 +289,8 @@ def _record(output: RequestOutput) -> FlatLogprobs:
 def admit_each(admit: Callable[[int], T], count: int, on_error: OnError) -> list[T | LogprobeError]:
     """Call `admit` with each index in range(count) and return the results.
 
-    If a request is rejected, raise an error that names its index, or, with `on_error="return"`, put that
-    error in its place.
+    The error of a rejected request names the request's index. It is raised or, with `on_error="return"`,
+    takes the place of the result.
     """
     admitted: list[T | LogprobeError] = []
     for index in range(count):

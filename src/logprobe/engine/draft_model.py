@@ -1,11 +1,13 @@
 """`DraftModel`: drafts tokens with a second, smaller model, which has a KV cache of its own.
 
-A draft is drawn with the random number of its position, the one with which the large model draws, and under
-the same temperature and truncation. The large model verifies drafts as it does those of the lookup, so they
-change no token; equal random numbers make equal tokens likely also where the request samples. The probability
-that a draft is accepted is estimated by the share of earlier drafts of the same confidence that were accepted
-(as in EAGLE-2, Li et al. 2024). A draft that has been made is verified if that saves time. The draft model
-runs for a further draft only if this saves time even with the run, estimated by the share of all drafts.
+A draft is drawn with the same random number, temperature and truncation as the large model's token at that
+position, so the two tokens are likely to be equal even if the request samples at random. The large model
+verifies these drafts like those of `PromptLookup`, so they change no token.
+
+The estimated probability that all drafts of a sample are accepted is the product of their acceptance rates,
+each measured on earlier drafts of about the same confidence (as in EAGLE-2, Li et al. 2024). A draft that has
+been made is verified if that saves time. The draft model runs for one more draft only if that saves time
+including the run; the acceptance rate of the draft to come is estimated by that of all earlier drafts.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ if TYPE_CHECKING:
     from logprobe.engine.protocol import ForwardBackend, ModelShape
     from logprobe.records.values import IntArray
 
-MAX_TOKENS: Final = 512  # that one forward pass of the draft model runs
-NUM_BINS: Final = 10  # of the confidence of drafts
+MAX_TOKENS: Final = 512  # in one forward pass of the draft model
+NUM_BINS: Final = 10  # of draft confidence
 PROBE_STEPS: Final = 16  # while drafts save no time, one step in 16 makes some, to notice when they do again
 
 logger = logging.getLogger("logprobe")
@@ -39,7 +41,7 @@ logger = logging.getLogger("logprobe")
 
 @dataclass(slots=True)
 class _Known:
-    """The tokens of a sample that the draft model has run, and their slots in its KV cache."""
+    """The tokens of a sample that the draft model has run, and their slots in the draft model's KV cache."""
 
     params: SamplingParams  # with which drafts are drawn
     token_ids: IntArray = field(default_factory=lambda: EMPTY)
@@ -48,16 +50,16 @@ class _Known:
 
 
 class DraftModel:
-    """Drafts the next tokens of samples; used by the engine's thread alone."""
+    """Drafts the next tokens of samples; used only by the engine's thread."""
 
     def __init__(self, forward: ForwardBackend, name: str, large: ModelShape, vocab_size: int) -> None:
-        """Create the cache.
+        """Create a drafter with an empty KV cache.
 
         Args:
             forward: the draft model.
             name: its name, for reports.
-            large: the shape of the model that verifies.
-            vocab_size: width of that model's logits.
+            large: the shape of the large model, which verifies the drafts.
+            vocab_size: width of the large model's logits.
         """
         self.name = name
         self._forward = forward
@@ -69,17 +71,18 @@ class DraftModel:
         self._products = _size(forward.shape, forward.vocab_size) / _size(large, vocab_size)
         has_bytes = forward.shape.weight_bytes and large.weight_bytes
         self._bytes = forward.shape.weight_bytes / large.weight_bytes if has_bytes else self._products
-        # By confidence. Equal random numbers, or both models' best tokens, agree more often than not.
+        # Acceptance rates by bin of confidence. At first, assume that the models agree more often than not.
         self._rates = [0.5 + 0.5 * (place + 0.5) / NUM_BINS for place in range(NUM_BINS)]
         self._rate = 1.0  # moving average over all drafts; high at first, so that some are made
         self._num_skipped = 0  # steps without drafts since the last one with drafts
         self._is_broken = False
 
     def least_chance(self, num_rows: int) -> float:
-        """Return the acceptance probability from which making a draft saves time; 1 or more: none does.
+        """Return the minimum acceptance probability at which making a draft saves time; 1 or more: none does.
 
-        As in `drafts.least_chance`, a step with r rows takes the time r + FREE_ROWS: r for the products, and
-        FREE_ROWS for reading the weights. A step of the draft model takes its shares of both.
+        As in `drafts.least_chance`, a step of the large model with r rows takes r + FREE_ROWS units of time:
+        r for the products and FREE_ROWS for reading the weights. A step of the draft model takes its share of
+        each: r · `_products` + FREE_ROWS · `_bytes`.
         """
         read = FREE_ROWS * self._bytes
         return (num_rows * (1 + self._products) + read) / (num_rows + FREE_ROWS)
@@ -112,7 +115,7 @@ class DraftModel:
         """Learn how many of the drafts of a sample were accepted."""
         known = self._known.get(sample)
         if known is None or len(known.confidences) != num_drafted:
-            return  # drafts of the lookup
+            return  # the drafts came from `PromptLookup`
         for place, confidence in enumerate(known.confidences[: num_accepted + 1]):
             is_accepted, bin_index = place < num_accepted, _bin(confidence)
             self._rates[bin_index] += STEP * (is_accepted - self._rates[bin_index])
@@ -165,9 +168,10 @@ class DraftModel:
         return {sample: made for sample, made in drafts.items() if made}
 
     def _make_ready(self, sample: Sample, num_drafts: int, others: Mapping[Sample, Any]) -> bool:
-        """Free slots of tokens that the sample no longer has, and make room for those to run.
+        """Free the slots of tokens that the sample no longer has, and make room for the tokens to run.
 
-        Other samples' slots are freed if there are too few; returns False if there are too few then.
+        If too few slots are free, slots of samples that are not in `others` are freed. Returns False if there
+        are still too few.
         """
         known = self._known.pop(sample, None)
         if known is None:
@@ -208,7 +212,7 @@ class DraftModel:
         return whole[num_known:].astype(np.int32)
 
     def _run_prompts(self, samples: Sequence[Sample]) -> None:
-        """Run all but the last `MAX_TOKENS` tokens that are unknown, in passes of limited size."""
+        """Run unknown tokens until so few are left that one pass can run those of all samples."""
         room = max(MAX_TOKENS // max(len(samples), 1), 1)
         for sample in samples:
             while len(unknown := self._unknown(sample, ())) > room:
@@ -261,7 +265,7 @@ class DraftModel:
 
 
 def _size(shape: ModelShape, vocab_size: int) -> float:
-    """Return a number that is about proportional to the weights that one token multiplies."""
+    """Return a number about proportional to the number of weights that a token is multiplied by."""
     return shape.num_layers * 12.0 * shape.hidden_size**2 + float(vocab_size) * shape.hidden_size
 
 

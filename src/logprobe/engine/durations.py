@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 BUCKETS_S: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0)
-"""Upper bounds of all buckets but the last, in seconds, inclusive."""
+"""Inclusive upper bounds in seconds of all buckets except the last, which has no bound."""
 
 
 @dataclass(slots=True)

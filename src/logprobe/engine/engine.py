@@ -188,7 +188,7 @@ class Engine:
                 state = copied(weights) if isinstance(weights, Mapping) else read_state(weights)
                 forward = self.forward.with_weights(self.config, state)
                 for lora in list(self._loras.values()):
-                    forward.make_room(lora)  # now, so that no step waits for the norms of the new weights
+                    forward.make_room(lora)  # now, so that no step waits for it
                 self._swap.ready[number] = forward
                 return forward.layout
 
@@ -235,7 +235,7 @@ class Engine:
             return self.fail_step(step, error)
 
     def advance(self) -> StepDeltas:
-        """Run the part of a step that the next step depends on; pass the result to `events_of`."""
+        """Run the part of a step that the next step depends on; the result must be passed to `events_of`."""
         began_s = runtime.perf_counter()
         step = self._advance()
         self._durations["step"].add(runtime.perf_counter() - began_s)
@@ -407,7 +407,7 @@ class Engine:
         return [sample for sample in samples if sample.request.request_id == request_id]
 
     def _draw(self, rows: list[SampleRow], slots: IntArray) -> list[Drawn]:
-        """Sample a token for each row from the logits after the token in the row's entry of `slots`."""
+        """Sample a token for each row; `slots` has, for each row, the KV slot of the token before it."""
         drawn: list[Drawn] = []
         for chunk in self.sampling.chunks(rows):
             logits = as_rows(self._logits(rows[chunk], slots[chunk]))
@@ -435,7 +435,7 @@ class Engine:
         return logits
 
     def _retire(self) -> None:
-        """Release the samples that have ended, in an order that only depends on the requests."""
+        """Release the samples that have ended, in an order that depends only on the requests."""
         for sample in [sample for sample in self.scheduler.running if sample.is_finished]:
             self.scheduler.release(sample)
 

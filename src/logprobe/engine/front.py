@@ -50,8 +50,8 @@ if TYPE_CHECKING:
 OnRunning: TypeAlias = Literal["finish", "end"]
 """What running requests do when weights are replaced: `finish` with the old weights, or `end` early."""
 MAX_VERSION_CHARS = 256  # of a weight version; every record stores it
-BUFFER_ROWS = 1024  # that may be buffered for one reader before its request is paused
-WAKE_ROWS = 64  # buffered before a reader that waits for the whole result is woken
+BUFFER_ROWS = 1024  # rows buffered for one reader before its request is paused
+WAKE_ROWS = 64  # rows buffered before a reader that waits for the whole result is woken
 WIDE = 1024  # alternatives per row from which every row wakes the reader
 
 
@@ -104,9 +104,9 @@ class Front:
     def submit(self, admitted: Sequence[Admitted]) -> tuple[Admitted, ...]:
         """Submit admitted requests as a group; they start in the same step if they fit.
 
-        Afterwards call `result` or `stream` exactly once per request; if other tasks do so, use `submitted`.
-        Returns the requests with the load number of the LoRA weights in use, which may have been reloaded
-        since `admit`.
+        Afterwards call `result` or `stream` exactly once per request; if other tasks make these calls, use
+        `submitted`. Returns the requests with the load number of the LoRA weights in use, which may have been
+        reloaded since `admit`.
 
         Raises:
             ParameterError: a request id is in use, or LoRA weights were removed; no request was accepted.
@@ -120,7 +120,7 @@ class Front:
     def submitted(self, admitted: Sequence[Admitted]) -> Iterator[tuple[Admitted, ...]]:
         """Submit requests as `submit` does; at the end of the block, abort those that have no reader.
 
-        A task that is cancelled before its first step never calls `result` or `stream`.
+        This covers tasks that are cancelled before they start, and so never call `result` or `stream`.
         """
         accepted = self.submit(admitted)
         try:
@@ -172,10 +172,10 @@ class Front:
         return self.core.is_busy
 
     def add_lora(self, name: str, path: str | Path) -> None:
-        """Load LoRA weights from a folder for `SamplingParams(lora=name)`; replaces weights of that name.
+        """Load LoRA weights from a folder for `SamplingParams(lora=name)`, replacing any of that name.
 
         Raises:
-            ModelError: the folder cannot be read, or does not fit the model.
+            ModelError: the folder cannot be read, or the LoRA weights do not fit the model.
             ParameterError: the engine does not support LoRA.
             EngineError: an engine process exited during the load, or the engine was closed.
         """
@@ -191,7 +191,7 @@ class Front:
         self._drop(gone)
 
     def remove_lora(self, name: str) -> None:
-        """Unregister LoRA weights: new requests cannot use them; they are freed once no request does.
+        """Unregister LoRA weights: new requests cannot use them; they are freed once no request uses them.
 
         Raises:
             ParameterError: no LoRA weights with this name are loaded.
@@ -272,7 +272,7 @@ class Front:
 
         Args:
             request_ids: with several processes, return the longest duration among the processes that run
-                these requests; if none does, return the shortest duration of all.
+                these requests; if no process runs any of them, return the shortest duration of all processes.
         """
         return self.core.stalled_s(request_ids)
 
@@ -341,7 +341,7 @@ class Front:
     def _publish(self, events: Iterable[Event]) -> None:
         """Deliver the core's events to their readers; drop events of requests that are not open."""
         for request_id in self._streams.add_many(map(_parcel, events)):
-            # Its reader's event loop was closed, so nothing will read it again.
+            # The reader's event loop was closed, so nothing will read this request again.
             self._streams.unregister(request_id)
             self.core.send(Abort(request_id))
             self._forget(request_id)

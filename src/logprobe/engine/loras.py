@@ -24,7 +24,7 @@ class LoraTable:
         self._versions: dict[int, str] = {}  # by load number
 
     def paths(self) -> dict[str, str]:
-        """Return the folder of each load that requests may name, by name."""
+        """Return the folders of the loads that a name refers to, by name."""
         return {name: load.path for name, load in self._loads.items()}
 
     def number(self, name: str) -> int:
@@ -68,7 +68,7 @@ class LoraTable:
         return self._versions.get(number)
 
     def hold(self, number: int) -> None:
-        """Add a request's reference to a load; the request's end must call `release`."""
+        """Add a request's reference to a load; call `release` when the request ends."""
         self._holds[number] += 1
 
     def release(self, number: int) -> int | None:

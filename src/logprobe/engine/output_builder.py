@@ -162,7 +162,7 @@ class OutputBuilder:
         self._lora_version = lora_version
         self._describer, self._request = describer, request
         self._params = request.params
-        # A column that has a flag of the same name is kept if the flag is set; the others always.
+        # A column that has a flag of the same name is kept if the flag is set; other columns always.
         self._extras = [name for name in EXTRAS if getattr(request.params, name, True)]
         self._activations: ActivationBuilder | None = None
         if request.params.captures or request.lens is not None:
@@ -242,7 +242,7 @@ class OutputBuilder:
 
 
 class ActivationBuilder:
-    """Collects the activations of one request, and adds them to the output of each sample at its end."""
+    """Collects the activations of one request; adds each sample's activations to the output at its end."""
 
     def __init__(self, request: Request, table: TokenTable) -> None:
         asked = request.params.return_hidden_states
@@ -289,7 +289,7 @@ class ActivationBuilder:
 def _routes(parts: list[Array], num_positions: int) -> Array | None:
     """Join routes, (positions * layers, experts per token) each, to (positions, layers, experts per token).
 
-    Returns None if the request has ended early, and routes of some positions are missing.
+    Returns None if routes of some positions are missing, because the request has ended early.
     """
     if not parts:
         return None

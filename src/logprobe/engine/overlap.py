@@ -51,7 +51,7 @@ class OverlappedLoop:
     def settle(self, next_step: StepDeltas | None = None) -> None:
         """Wait until the previous step is published.
 
-        If that failed, end the step's samples with an error and remove them from `next_step`.
+        If publishing failed, end the step's samples with an error and remove them from `next_step`.
         """
         if self._publishing is None:
             return

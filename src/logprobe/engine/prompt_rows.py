@@ -32,7 +32,7 @@ KNOWN_WIDTH = 20  # alternatives cached per slot
 
 
 class KnownRows:
-    """Cache of log-probabilities by slot: per slot, the row computed last, for one next token."""
+    """Cache of log-probabilities by slot: for each slot, the last computed row, for one next token."""
 
     def __init__(self, num_slots: int) -> None:
         self._next_ids = np.full(num_slots, -1, dtype=np.int32)
@@ -89,7 +89,7 @@ class PromptScorer:
         self._known.forget(slots)
 
     def score(self, spans: Sequence[Span]) -> list[HostRows]:
-        """Return the rows of each span; uncached raw rows whose head has the same LoRA run as one batch."""
+        """Return the rows of each span; uncached raw rows with the same head LoRA run as one batch."""
         answers = [self._recall(span) for span in spans]
         missing = [index for index, answer in enumerate(answers) if answer is None]
         heads = [spans[index].sample.head_lora for index in missing]

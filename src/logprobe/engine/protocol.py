@@ -137,7 +137,7 @@ class EngineStats:
     processors: dict[str, ProcessorCounter]  # by logits processor name
     drafted_tokens: int = 0  # proposed by speculative decoding
     accepted_tokens: int = 0  # draft tokens that were accepted
-    # the same by place among the drafts of a step, from 0
+    # The two counts above, by a draft's place (from 0) among the drafts of its step.
     drafted_by_position: list[int] = field(default_factory=list)
     accepted_by_position: list[int] = field(default_factory=list)
     restarts: int = 0  # of engine processes
@@ -151,7 +151,7 @@ class EngineStats:
     def of_replicas(cls, replicas: dict[str, EngineStats]) -> EngineStats:
         """Aggregate the statistics of replicas, given by name.
 
-        The result's `replicas` is empty unless there are several.
+        The result's `replicas` is empty unless there is more than one.
         """
         counts = (
             "waiting",
@@ -253,17 +253,19 @@ class Capture:
     hidden: Array  # (rows, len(layers), hidden size) float32
     routes: Array | None = None  # (rows, expert layers, experts per token) int32: experts of each token
     given: Array | None = None  # the same shape: experts to use; -1: those that the router chooses
-    errors: list[LogprobeError] = field(default_factory=list)  # why nothing was kept; empty: it was
+    errors: list[LogprobeError] = field(default_factory=list)  # why nothing was kept; empty: no error
 
     def keep(self, layer: int, hidden: Array) -> None:
         """Keep hidden state `layer` of all tokens in the step, (num_tokens, hidden size)."""
         self.hidden[self.rows, self.layers.index(layer)] = hidden[self.tokens]
 
     def route(self, place: int, chosen: Array) -> Array:
-        """Return the experts of all tokens in the step, (num_tokens, experts per token), and keep them.
+        """Return the experts to use for all tokens in the step, (num_tokens, experts per token).
+
+        If `routes` is set, the experts of the tokens in `tokens` are written to it.
 
         Args:
-            place: number of the layer, counting only layers with experts.
+            place: index of the layer among the layers with experts.
             chosen: the experts that the router chose, of the same shape.
         """
         if self.given is not None:
@@ -276,7 +278,7 @@ class Capture:
         return chosen
 
     def only(self, is_kept: NDArray[np.bool_]) -> Capture:
-        """Return the part for a batch of only those tokens for which `is_kept`, (num_tokens,), is True."""
+        """Return the capture for a batch with only the tokens for which `is_kept` (num_tokens,) is True."""
         own = is_kept[self.tokens]
         tokens = (np.cumsum(is_kept) - 1)[self.tokens[own]].astype(np.int32)
         return replace(self, tokens=tokens, rows=self.rows[own])
@@ -328,7 +330,7 @@ class ForwardBackend(Protocol):
     vocab_size: int
     context_len: int
     num_slots: int
-    dtype: Any  # of the logits computation; its text ends with the name
+    dtype: Any  # of the logits computation; `str(dtype)` ends with its name
     rope_boundary: int | None  # sequence length in tokens above which the long rotary frequencies apply
     shape: ModelShape
 
@@ -337,7 +339,7 @@ class ForwardBackend(Protocol):
         """How the layers run; None if the backend has no layers."""
 
     def load_lora(self, name: str, path: str, number: int) -> LoraWeights:
-        """Load LoRA weights from a folder; they also fit other weights of this model.
+        """Load LoRA weights from a folder; they stay valid when the model's weights are replaced.
 
         May be called on any thread while `run` executes.
         """
@@ -357,17 +359,17 @@ class ForwardBackend(Protocol):
     def hidden_rows(self, slots: IntArray) -> Any:
         """Return the final hidden states stored in `slots`, with shape (len(slots), hidden size).
 
-        They are an array on a CPU, and a tensor on a GPU.
+        The states are an array on a CPU, and a tensor on a GPU.
         """
 
     def head(self, hidden: Any, lora: LoraWeights | None = None) -> Any:
-        """Compute (rows, vocabulary) float32 logits from (rows, hidden size) hidden states.
+        """Return float32 logits (rows, vocabulary) of hidden states (rows, hidden size).
 
         `lora` applies to all rows. The logits are an array on a CPU, and a tensor on a GPU.
         """
 
     def normed(self, hidden: Array) -> Any:
-        """Apply the model's final norm to (rows, hidden size) float32 hidden states of an inner layer.
+        """Apply the model's final norm to an inner layer's float32 hidden states (rows, hidden size).
 
         Returns states for `head`.
 

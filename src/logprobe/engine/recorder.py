@@ -37,7 +37,7 @@ class Drawn(NamedTuple):
 
 @dataclass(slots=True)
 class StepDeltas:
-    """Deltas of a step by sample; their rows may still be on the way to the host."""
+    """Deltas of a step by sample; their rows may still be in transfer to the host."""
 
     deltas: dict[Sample, Delta] = field(default_factory=dict)
     # For each sampled token with log-probabilities, in order: its delta, chunk, and row in the chunk.
@@ -97,7 +97,7 @@ class Recorder:
 
     @staticmethod
     def delta_in(step: StepDeltas, sample: Sample) -> Delta:
-        """Return the sample's delta in a step, which is created if there is none."""
+        """Return the sample's delta in a step; create it if there is none."""
         if sample not in step.deltas:
             step.deltas[sample] = _new_delta(sample)
         return step.deltas[sample]

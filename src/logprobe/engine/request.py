@@ -71,7 +71,11 @@ class CompletionOutput:
             ParameterError: log-probabilities were not requested, or the text is not JSON.
         """
         record = self.processed_logprobs if processed else self.logprobs
-        require(record is not None, "logprobs", "were not requested; set logprobs=0 (and logprobs_mode)")
+        require(
+            record is not None,
+            "logprobs",
+            "were not requested; set logprobs=0, and logprobs_mode='both' for processed=True",
+        )
         assert record is not None
         return fields_of(record, self.text)
 
@@ -102,7 +106,7 @@ class RequestOutput:
     prompt_logprobs: FlatLogprobs | None = None
     outputs: list[CompletionOutput] = field(default_factory=list)
     info: LogprobsInfo | None = None
-    # Prompt tokens of the first sample that were in the prefix cache; None: unknown, or it has not ended.
+    # Prompt tokens of the first sample that were in the prefix cache; None: unknown, or it is unfinished.
     num_cached_tokens: int | None = None
     weights_number: int = 0  # load number of the model weights that were used; 0: the initial weights
     params: SamplingParams | None = None  # None: the request was rejected before it started
@@ -129,7 +133,7 @@ class RequestOutput:
         return f"RequestOutput({prompt}{len(self.prompt_token_ids)} prompt tokens, {first}{more})"
 
     def _repr_html_(self) -> str | None:
-        """Render the prompt and the completions that have log-probabilities as HTML; None if none has."""
+        """Render the prompt and completions that have log-probabilities as HTML; None if there are none."""
         prompt = [] if self.prompt_logprobs is None else [self.prompt_logprobs]
         completions = [output.logprobs for output in self.outputs if output.logprobs is not None]
         texts = [shaded([*prompt, record], num_marked=1) for record in completions] or [shaded(prompt)]
@@ -139,7 +143,7 @@ class RequestOutput:
         """Return the experts of all tokens that were run for a completion, from the start of the prompt.
 
         The array, (positions, layers with experts, experts per token), is what
-        `SamplingParams.routed_experts` takes: it has one position less than the prompt and the completion
+        `SamplingParams.routed_experts` takes: it has one position fewer than the prompt and the completion
         together, because the last token is not run.
 
         Raises:
@@ -268,8 +272,8 @@ def check_tokens(prompt: IntArray, params: SamplingParams, *, max_len: int, voca
     if len(prompt) > limit:
         raise PromptTooLongError(
             "prompt",
-            f"has {len(prompt)} tokens, but at most {limit} fit (the model's context, max_model_len or "
-            "kv_cache_memory_bytes); shorten it or score it in windows",
+            f"has {len(prompt)} tokens, but at most {limit} fit into the model's context, max_model_len and "
+            "the KV cache (kv_cache_memory_bytes); shorten it or score it in windows",
         )
     _check_named_ids(params, len(prompt), vocab_size)
     check_vocabulary("stop_token_ids", params.stop_token_ids, vocab_size)
@@ -281,8 +285,9 @@ def _check_forced(forced: IntArray, num_prompt: int, max_len: int, vocab_size: i
     if num_tokens > max_len + 1:
         raise PromptTooLongError(
             "prompt",
-            f"and continuation have {num_tokens} tokens, but at most {max_len + 1} fit (the model's context, "
-            "max_model_len or kv_cache_memory_bytes); shorten them or score them in windows",
+            f"has {num_tokens} tokens with its continuation, but at most {max_len + 1} fit into the model's "
+            "context, max_model_len and the KV cache (kv_cache_memory_bytes); shorten them or score them in "
+            "windows",
         )
 
 
@@ -296,7 +301,7 @@ def _check_named_ids(params: SamplingParams, num_prompt: int, vocab_size: int) -
         require(
             fits,
             name,
-            f"has {len(ids)} lists, but at most {params.max_tokens} tokens are generated (max_tokens)",
+            f"has {len(ids)} lists, but at most {params.max_tokens} tokens are generated; raise max_tokens",
         )
         return
     is_whole = len(ids) == num_prompt

@@ -76,7 +76,7 @@ class SamplingStage:
             The rows in the order that `chunks` and `draw` expect: rows with processors first.
         """
         active = [row for row in rows if row.sample.active is not None]
-        # If the last step had such rows, call the pipeline without any, so that it sees that they have left.
+        # If only the last step had such rows, call the pipeline without any, so that it sees they are gone.
         if active or self._num_active:
             samples = [_rows_of(row) for row in active]
             is_seen = self.pipeline.sees_all(samples)
@@ -143,9 +143,9 @@ class SamplingStage:
 
 
 def _named_ids(row: SampleRow, vocab_size: int) -> NamedIds:
-    """Return the token ids that the request wants reported for this row.
+    """Return the token ids to report for this row: those that the request names, and those of its digest.
 
-    None if there are none, or if the request's per-position ids are for the prompt.
+    The request's per-position ids do not count if they are for the prompt. None if there are no ids.
     """
     params, position = row.sample.request.params, row.position - row.sample.num_prompt
     is_of_prompt = params.names_positions and params.prompt_logprobs is not None
@@ -159,7 +159,7 @@ def _named_ids(row: SampleRow, vocab_size: int) -> NamedIds:
 
 
 def _rows_of(row: SampleRow) -> ActiveSample:
-    """Return the row's processors, in their state after all drafts before the row have been accepted."""
+    """Return the row's processors, in the state that they have after all drafts before the row."""
     active = row.sample.active
     assert active is not None
     return active.after(row.sample.draft_ids[: row.ahead]) if row.ahead else active

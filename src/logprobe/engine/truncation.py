@@ -56,8 +56,8 @@ def cut_prompt(
 ) -> list[tuple[IntArray, SamplingParams, int]]:
     """Split a prompt into requests that fit the model.
 
-    The first request generates, from the end of the prompt if that is too long. With `window` and
-    `prompt_logprobs`, one request per window follows, to score the prompt.
+    The first request generates completions, from the end of the prompt if the prompt is too long. With
+    `window` and `prompt_logprobs`, one request per window follows, to score the prompt.
 
     Returns:
         For each request: token ids, parameters, and the index of the first token to score.
@@ -97,7 +97,7 @@ def cut_prompt(
 def joined_output(output: RequestOutput, windows: Sequence[RequestOutput], ids: IntArray) -> RequestOutput:
     """Add the whole prompt's ids, and its log-probabilities from all windows, to the generating output.
 
-    If a window failed, every completion fails with its error.
+    If a window failed, every completion fails with the window's error.
     """
     output.prompt_token_ids = ids.tolist()
     failed = next((window.error for window in windows if window.error is not None), None)

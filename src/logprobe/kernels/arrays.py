@@ -12,9 +12,9 @@ Array: TypeAlias = NDArray[Any]
 
 
 def as_array(values: Any) -> Array:
-    """Return an array itself, or a torch tensor on the CPU as an array that shares its memory.
+    """Return an array itself, or a torch tensor on the CPU as an array that shares the tensor's memory.
 
-    NumPy has no bfloat16 of its own; the dtype of such an array is `ml_dtypes.bfloat16`.
+    A bfloat16 tensor becomes an array of dtype `ml_dtypes.bfloat16`, because NumPy has no bfloat16.
     """
     if isinstance(values, np.ndarray):
         return values

@@ -50,9 +50,9 @@ def as_tensor(values: Any) -> Any:
 
 
 def like(values: Array, rows: Rows) -> Any:
-    """Return `values` itself if `rows` is an array, or as a tensor on the device of `rows`.
+    """Return `values` itself if `rows` is an array, else as a tensor on the device of `rows`.
 
-    Floats get the dtype of that tensor.
+    Tensors of floats also get the dtype of `rows`.
     """
     if isinstance(rows, np.ndarray):
         return values

@@ -121,5 +121,5 @@ def items_for_threads() -> int:
 
 
 def block_rows(num_rows: int, most: int) -> int:
-    """Return the number of rows per work item: at most `most`, and so few that every thread gets work."""
+    """Return the number of rows per work item: at most `most`, and few enough that every thread gets work."""
     return max(1, min(most, num_rows // threads.num_threads()))

@@ -17,7 +17,7 @@ _number: int | None = None
 
 
 def num_threads() -> int:
-    """Return the number of threads of kernels in this process.
+    """Return the number of threads that kernels use in this process.
 
     By default, this is `OMP_NUM_THREADS`, or else the number of cores that the process may use.
     """

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """Runs coroutines for callers that have no event loop, or are called by one (as in notebooks)."""
+    """Runs coroutines for synchronous callers, even where an event loop already runs (as in notebooks)."""
 
     def __init__(self) -> None:
         self._creator = Creator()

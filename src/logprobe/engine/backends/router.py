@@ -27,12 +27,14 @@ class Router:
     def choose(self, admitted: Admitted, queued: Sequence[int], ranks: Sequence[int]) -> int:
         """Return the index of the engine that needs to run the fewest tokens to finish the request's prompt.
 
-        Ties go to the least recently chosen engine. The prompt's prefixes then count as known to the engine.
+        Ties go to the least recently chosen engine. The prompt's prefixes then count as known to the chosen
+        engine.
 
         Args:
             admitted: the request.
             queued: number of queued tokens, per engine.
-            ranks: UP, SILENT or DOWN, per engine; only engines of the lowest rank present are considered.
+            ranks: UP, SILENT or DOWN, per engine; only engines with the best of the given ranks are
+                considered.
         """
         blocks = list(_blocks(admitted))
         num_prompt = len(admitted.request.prompt_token_ids)
@@ -47,7 +49,7 @@ class Router:
         return chosen
 
     def forget(self, engine: int | None = None) -> None:
-        """Forget the prefixes of one engine; None: of all engines."""
+        """Forget the prefixes of one engine, or of all engines if `engine` is None."""
         for known in self._known if engine is None else [self._known[engine]]:
             known.clear()
 
@@ -62,5 +64,5 @@ def _blocks(admitted: Admitted) -> Iterator[int]:
 
 
 def _num_known(known: LRUCache[int, None], blocks: Sequence[int]) -> int:
-    """Return how many of the first blocks are known, up to the first unknown one."""
+    """Return the number of known blocks before the first unknown block."""
     return next((index for index, block in enumerate(blocks) if block not in known), len(blocks))

@@ -158,14 +158,14 @@ def _load_drafter(config: EngineConfig, forward: NativeForward, text: TextEdge) 
 
     Raises:
         ModelError: the draft model cannot be loaded.
-        ParameterError: its tokens are not those of the model.
+        ParameterError: the draft model has another tokenizer than the model.
     """
     from logprobe.engine.draft_model import DraftModel
 
     name = config.scheduler_config.draft_model
     assert name is not None
     files = resolve(name)
-    remedy = f"{files.name} has another tokenizer than the model; use a draft model with the same one"
+    remedy = f"{files.name} has another tokenizer than the model; use a draft model with its tokenizer"
     require(same_tokens(text, text_edge(files)), "speculate", remedy)
     cache = CacheConfig(kv_cache_memory_bytes=max(forward.kv_bytes // DRAFT_SHARE, MIN_DRAFT_BYTES))
     small = EngineConfig(model=name, device=config.device, cache_config=cache)
@@ -197,7 +197,7 @@ def _load_tokenizer(files: ModelFiles) -> Any:
 
 
 def _what_it_took(forward: NativeForward, seconds: float) -> str:
-    """Format the time that a load took and the memory that it uses, as one line."""
+    """Describe a load's duration and memory use in one line."""
     resident = resident_bytes()
     memory = "" if resident is None else f", {resident / 1e6:.0f} MB resident"
     way = "loaded from cache" if forward.is_recalled else "loaded and verified"

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 CHECK_AFTER_IDLE_S = 1.0
 EXIT_WAIT_S = 5.0  # maximum wait for the step in progress at interpreter exit
-CLOSED: Final = "the engine was closed before the new weights answered"
+CLOSED: Final = "the engine was closed before the new weights were in use"
 SWITCH_S: Final = 0.001  # how long a thread may hold the GIL; Python's default is 5 ms
 
 
@@ -201,7 +201,7 @@ class EngineThread:
         self._end(reason)
 
     def _end_taking(self) -> None:
-        """Complete the future of weights that are now in use, after the last rows of the old ones."""
+        """Complete the future of weights that are now in use, once the old weights' rows are published."""
         if self._taking:
             with self._wake:
                 taking = self._taking.pop(self.engine.weights_number, None)
@@ -220,7 +220,7 @@ class EngineThread:
             commands, self._commands = self._commands, deque()
             self._turn_began = runtime.monotonic()
         if commands:
-            self._loop.settle()  # publish the last step before the ends that the commands cause
+            self._loop.settle()  # publish the last step's events before those of the commands
         self._publish([event for command in commands for event in self.engine.handle(command)])
         return True
 

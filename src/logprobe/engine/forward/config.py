@@ -37,7 +37,7 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
     rules: list[Rule]  # by layer
     rotary: list[str | None]  # by layer: name of the rotary frequencies; None: no rotary embedding
     rotary_scaling: dict[str, float]  # name of frequencies → factor for cosines and sines
-    rope_boundary: int | None  # maximum tokens of a text with short rotary frequencies; None: no longrope
+    rope_boundary: int | None  # longest text (tokens) with short rotary frequencies; None: no longrope
     experts_per_token: int = 0
     normalises_experts: bool = False  # scale the weights of a token's experts so that they sum to 1
 

@@ -45,7 +45,7 @@ def choose_device(device: str) -> str:
 
 
 def on_device(device: str) -> AbstractContextManager[object]:
-    """Make a GPU the current one of this thread in a `with` block; do nothing for other devices.
+    """Make a GPU this thread's current device in a `with` block; do nothing for a CPU.
 
     Tensor operations run on the GPU of their tensors, but Triton kernels, CUDA graphs and memory queries use
     the current GPU of the thread that starts them, which is the first one by default.
@@ -58,7 +58,7 @@ def on_device(device: str) -> AbstractContextManager[object]:
 
 
 def _may_have_gpu() -> bool:
-    """Return False if torch cannot find a GPU: it is not installed, or there is no driver."""
+    """Return False if torch cannot find a GPU, because torch is not installed or there is no GPU driver."""
     if sys.modules.get("torch") is not None:
         return True
     if find_spec("torch") is None:

@@ -2,8 +2,9 @@
 
 `FAMILIES` has one entry per `model_type` in transformers. Everything else is read when the model is loaded:
 sizes and biases from its tensors; windows, scales, soft caps and rotary parameters from its configuration
-(`reference.settings`). `reads` lists the configuration keys that an entry takes into account. A model in
-which any other key has a non-default value uses the transformers decoder.
+(`reference.settings`). `reads` lists the configuration keys that an entry takes into account in addition to
+those in `NEUTRAL` and `OBSERVED`. If any other key has a non-default value, the model uses the transformers
+decoder.
 """
 
 from __future__ import annotations

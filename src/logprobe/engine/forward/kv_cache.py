@@ -29,7 +29,7 @@ class KVPool:
     """The KV cache: keys and values of every slot, (num_slots, kv_heads, dim) per layer.
 
     These are arrays for the native decoder on a CPU, and tensors for other decoders. On a CPU, the engine
-    allocates it without huge pages, so that memory is used only for slots that have been used
+    allocates the cache without huge pages, so that only slots that have been used take up memory
     (docs/dev/decisions.md).
     """
 
@@ -43,7 +43,7 @@ class KVPool:
     def layer(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the cached keys and values of one layer, (num_slots, kv_heads, dim) each.
 
-        They are allocated if the layer is new, for tokens shaped like those in `key` and `value`.
+        If the layer is new, they are allocated first, with the shapes of the tokens in `key` and `value`.
         """
         if layer not in self.keys:
             shapes = {layer: (tuple(key.shape[1:]), tuple(value.shape[1:]))}

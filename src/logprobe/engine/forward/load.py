@@ -1,4 +1,4 @@
-"""Loads a model and verifies its logits against transformers, or without it against `reference`.
+"""Loads a model and verifies its logits against transformers, or against `reference` if that is missing.
 
 The first load runs the transformers model and the engine's decoder, compares their logits, and stores a
 record. Where transformers is not installed, the decoder is compared with `reference` instead. Later loads
@@ -129,7 +129,7 @@ def _proven_by_reference(
         proof = ReferenceProof(model, eos_token_ids=ids)
         progress.say("packing")
         panels = panels_of(model.matrices(), model.source, store)
-        progress.say("proving")
+        progress.say("verifying")
         decoder = native_decoder(model.spec, model.source.shapes.keys(), model.vectors(), proof, panels)
     if isinstance(decoder, str):
         raise UnsupportedModelError(f"{files.name}: {decoder}; {NEEDS_TRANSFORMERS}")

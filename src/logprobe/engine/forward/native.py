@@ -165,10 +165,10 @@ class NativeForward:
         self.hidden: Any = self._new_zeros((self.num_slots, ready.hidden_size), dtype=self.dtype)
 
     def load_lora(self, name: str, path: str, number: int) -> LoraWeights:
-        """Load LoRA weights from a folder; they also fit other weights of this model.
+        """Load LoRA weights from a folder; they stay valid when the model's weights are replaced.
 
         Raises:
-            ModelError: the folder cannot be read, or does not fit the model.
+            ModelError: the folder cannot be read, or the LoRA weights do not fit the model.
             EngineClosedError: `close` was called.
         """
         if self.decoder is None:
@@ -207,7 +207,7 @@ class NativeForward:
         """
         if self.decoder is None:
             raise EngineClosedError("the engine was closed before the new weights were loaded")
-        # Keep the cache size: admitted requests rely on it, and while both exist, less memory is free.
+        # Keep the cache size: admitted requests rely on it, and less memory is free while both exist.
         cache = replace(config.cache_config, kv_cache_memory_bytes=self.kv_bytes)
         return NativeForward(replace(config, cache_config=cache), self._files, state)
 
@@ -274,7 +274,7 @@ class NativeForward:
     def hidden_rows(self, slots: IntArray) -> Any:
         """Return the final hidden states stored in `slots`, with shape (len(slots), hidden size).
 
-        They are an array on a CPU, and a tensor on a GPU.
+        The states are an array on a CPU, and a tensor on a GPU.
         """
         if self._is_native:
             return self.hidden[slots]
@@ -283,9 +283,9 @@ class NativeForward:
         return rows_of(self.hidden, slots)
 
     def head(self, hidden: Any, lora: LoraWeights | None = None) -> Any:
-        """Return (rows, vocabulary) float32 logits for (rows, hidden size) states, all with `lora`.
+        """Return float32 logits (rows, vocabulary) of states (rows, hidden size); all rows use `lora`.
 
-        They are an array on a CPU, and a tensor on a GPU.
+        The logits are an array on a CPU, and a tensor on a GPU.
         """
         if self._is_native:
             return self.decoder.head(as_array(hidden), lora)
@@ -294,7 +294,7 @@ class NativeForward:
         return logits_of(self.decoder, hidden, lora)
 
     def normed(self, hidden: Array) -> Any:
-        """Apply the model's final norm to (rows, hidden size) float32 hidden states of an inner layer.
+        """Apply the model's final norm to an inner layer's float32 hidden states (rows, hidden size).
 
         Raises:
             UnsupportedModelError: the model's final norm is unknown.

@@ -52,13 +52,13 @@ def keep_out_of_collections() -> None:
 
 
 def give_back_memory() -> None:
-    """Free all reference cycles, even those excluded from collections; return the memory to the system."""
+    """Free all reference cycles, even those excluded from collection; return the memory to the system."""
     gc.unfreeze()  # do not freeze again: references to a closed model may become cycles a moment later
     give_back_later_memory()
 
 
 def give_back_later_memory() -> None:
-    """Free reference cycles that are not excluded from collections; return the memory to the system."""
+    """Free reference cycles that are not excluded from collection; return the memory to the system."""
     gc.collect()
     return_freed()
 

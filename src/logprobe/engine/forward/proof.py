@@ -2,7 +2,7 @@
 
 The reference (`TransformersProof` or `ReferenceProof`) runs short texts at the model's first and last
 positions, and across every length at which its rotary frequencies may change. Then the decoder runs the same
-texts through every attention path, packed into one step, whole and with the first part of each text in the
+texts, packed into one step, through every attention path: whole texts, and texts whose first part is in the
 KV cache. The logits must agree.
 """
 
@@ -86,7 +86,7 @@ class Proof:
         return pools[0]
 
     def _prove_together(self, decoder: AnyDecoder, references: list[Reference]) -> KVPool:
-        """Run references that all use the short or all the long rotary frequencies, packed into one step."""
+        """Run references packed into one step; all use the short rotary frequencies, or all the long ones."""
         lengths = [len(reference.token_ids) for reference in references]
         pool = decoder.new_pool(sum(lengths))
         decoder.record_on(pool, max(lengths))
@@ -156,7 +156,7 @@ def _log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
 
 
 def special_ids(*contents: dict[str, Any]) -> set[int]:
-    """Return the ids of all keys that end in `token_id`, in the given contents of config.json."""
+    """Return the token ids in contents of config.json: the values of all keys that end in `token_id`."""
     values = [value for content in contents for name, value in content.items() if name.endswith("token_id")]
     lists = [value if isinstance(value, list) else [value] for value in values]
     return {one for ids in lists for one in ids if isinstance(one, int)}

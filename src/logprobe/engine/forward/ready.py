@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     Arrays = dict[str, Array]
 
 TOLERANCE = 1e-4  # relative to the largest logit, as at the first load
-NUM_READS = 3  # a first load reads all weights so many times: twice to verify, once to pack
+NUM_READS = 3  # how often a first load reads all weights: twice to verify, once to pack
 KEPT_LOGITS = 2  # logits are stored for the last tokens of each reference, which attend to all others
 
 logger = logging.getLogger("logprobe")
@@ -52,7 +52,7 @@ class ReadyModel:
 
 
 def stored_model(decoder: Decoder, proof: Proof, store: LoadStore | None) -> ReadyModel:
-    """Return a model whose native decoder is verified, and store a record for later loads."""
+    """Return the model of a verified native decoder; if `store` is given, store a record for later loads."""
     ready = ready_model(decoder, decoder.kv_shapes, proof, decoder.hidden_size)
     if store is not None:
         record, tensors = _record(ready, proof)
@@ -63,7 +63,7 @@ def stored_model(decoder: Decoder, proof: Proof, store: LoadStore | None) -> Rea
 def panels_of(
     matrices: Sequence[Matrix], source: Source, store: LoadStore | None
 ) -> Mapping[str, PanelWeights]:
-    """Return the panels of matrices by name: the stored ones, or packed now and stored if possible."""
+    """Return the panels of matrices by name: read from `store`, or packed now and stored if possible."""
     from logprobe.engine.forward.cpu.linear import in_huge_pages, packed
 
     if store is not None:
@@ -86,12 +86,12 @@ def ready_model(
     why_transformers: str | None = None,
     arithmetic: str = "fma",
 ) -> ReadyModel:
-    """Return a model whose decoder is verified.
+    """Return the model of a verified decoder.
 
     Args:
         decoder: the decoder.
         kv_shapes: shapes of a slot's keys and values by layer.
-        proof: has verified the decoder.
+        proof: the proof that has verified the decoder.
         hidden_size: width of the final hidden states.
         why_transformers: why the transformers decoder is used; None: another decoder is used.
         arithmetic: arithmetic of matrix products.
@@ -142,7 +142,7 @@ def _record(ready: ReadyModel, proof: Proof) -> tuple[LoadRecord, Arrays]:
 
 
 def recalled(files: ModelFiles, store: LoadStore) -> ReadyModel | None:
-    """Load the model from an earlier load's record; None if there is none or the logits differ."""
+    """Load the model from the record of an earlier load; None if there is no record or logits differ."""
     stored = store.record()
     if stored is None:
         return None

@@ -1,7 +1,7 @@
-"""`ReferenceProof`: the logits of `reference`, the decoder in NumPy float64, are the reference.
+"""`ReferenceProof`: verifies decoders against the logits of `reference`, a decoder in NumPy float64.
 
-It needs neither transformers nor a transformers module. CI proves `reference` against transformers for every
-family.
+This needs neither transformers nor a transformers module. CI verifies `reference` against transformers for
+every family.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class PlainModel:
 
     @classmethod
     def of(cls, config: ModelConfig, source: Source) -> PlainModel | str:
-        """Describe a model, or return the reason why the native decoder does not support it."""
+        """Return a model, or the reason why the native decoder does not support it."""
         family = FAMILIES.get(config.model_type)
         if family is None:
             return f"the model type {config.model_type} is not supported"
@@ -104,7 +104,7 @@ class PlainModel:
         return tensors | frequencies(settings, self.spec.rope_boundary)
 
     def matrices(self) -> list[Matrix]:
-        """Return all matrices in the order of `linear.matrices_of`."""
+        """Return all matrices; see `matrices_of_parameters`."""
         shapes = {name: shape for name, shape in self.source.shapes.items() if len(shape) > 1}
         family = FAMILIES[self.spec.family]
         tied = {f"{self.spec.path}.{family.embedding}.weight": (f"{self.spec.head}.weight",)}

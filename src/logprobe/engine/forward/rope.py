@@ -42,7 +42,7 @@ class TextLongRope(nn.Module):
 
 
 def rope_boundary(model: Any) -> int | None:
-    """Return the maximum length in tokens of a text with short frequencies; None without longrope."""
+    """Return the length in tokens of the longest text with short frequencies; None without longrope."""
     boundaries = {
         parameters[ORIGINAL_LEN]
         for module in model.modules()
@@ -55,7 +55,7 @@ def rope_boundary(model: Any) -> int | None:
 
 
 def original_lengths(model: Any) -> set[int]:
-    """Return the original context lengths in the rotary settings; in longer texts, frequencies may change."""
+    """Return the original context lengths in the rotary settings, beyond which frequencies may change."""
     lengths = {
         parameters.get(ORIGINAL_LEN) for module in model.modules() for parameters in _rope_parameters(module)
     }

@@ -33,7 +33,7 @@ def free_bytes() -> int:
     """Return the number of bytes that this process can still allocate within its container's limits.
 
     The system counts cached file pages as available. Files that this process maps are subtracted, because
-    they are its weights, which every step reads.
+    they hold the weights, which every step reads.
     """
     free = _meminfo().get("MemAvailable")
     if free is None:

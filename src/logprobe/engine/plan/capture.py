@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """Activations of the token that a sample has run last."""
+    """Activations of the last token that a sample has run."""
 
     layers: tuple[int, ...]  # numbers of hidden states
     hidden: Array  # (layers, hidden size) float32
@@ -29,7 +29,7 @@ class Tail:
 class SampleCapture:
     """Activations that a sample reports.
 
-    Row i of a completion's hidden states belongs to the token before token i, from which token i was drawn.
+    Row i of a completion's hidden states is the state of the token before token i: token i was drawn from it.
     """
 
     hidden: tuple[int, ...]  # numbers of hidden states to report
@@ -57,7 +57,7 @@ class SampleCapture:
         )
 
     def inner(self, shape: ModelShape) -> set[int]:
-        """Return the numbers of hidden states that the layers must keep: all but the last one."""
+        """Return the numbers of the hidden states that a step must keep: all but the last layer's."""
         return {*self.hidden, *self.lens} - {shape.num_layers}
 
     def is_fresh(self, shape: ModelShape) -> bool:
@@ -66,11 +66,11 @@ class SampleCapture:
 
 
 def layers_of(layers: str | Sequence[int], shape: ModelShape, name: str) -> tuple[int, ...]:
-    """Return the numbers of the hidden states that a request names, from 0 on.
+    """Return the numbers, 0 or more, of the hidden states that a request names.
 
     Raises:
-        ParameterError: there is no such layer, one is named twice, or the engine does not report it; the
-            error's parameter is `name`.
+        ParameterError: a layer does not exist, is named twice, or is not reported by the engine; the error's
+            parameter is `name`.
     """
     last = shape.num_layers
     if layers == "last":
@@ -81,7 +81,7 @@ def layers_of(layers: str | Sequence[int], shape: ModelShape, name: str) -> tupl
         known = f"must be in [{-last - 1}, {last}], got {layer}; 0 is the embedding, {last} the last state"
         require(-last - 1 <= layer <= last, name, known)
         found.append(layer if layer >= 0 else last + 1 + layer)
-    require(len(set(found)) == len(found), name, f"names a layer twice, once from the end: {[*layers]}")
+    require(len(set(found)) == len(found), name, f"names a layer twice (once from the end): {[*layers]}")
     if shape.why_no_layers is not None and set(found) != {last}:
         raise ParameterError(name, f"{shape.why_no_layers}; use 'last' (layer {last})")
     return tuple(found)
@@ -116,7 +116,7 @@ def check_capture(request: Request, shape: ModelShape | None, *, max_len: int) -
 
 
 def _check_routes(given: Array, shape: ModelShape, num_positions: int) -> None:
-    """Raise `ParameterError` if given routes do not fit the model, or a text of so many positions."""
+    """Raise `ParameterError` if given routes do not fit the model, or exceed `num_positions` positions."""
     name = "routed_experts"
     want = (shape.num_expert_layers, shape.experts_per_token)
     own = f"has {given.shape[1]} layers with {given.shape[2]} experts per token"

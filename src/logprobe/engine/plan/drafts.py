@@ -24,11 +24,11 @@ PRIOR: Final = (0.0, 0.0, 0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9)
 STEP: Final = 1 / 16
 """Weight of the latest token in the moving average of acceptance."""
 FREE_ROWS: Final = 2
-"""A step with one row takes about twice as long with this many extra rows (docs/dev/decisions.md)."""
+"""Reading the weights takes about as long as computing this many rows (docs/dev/decisions.md)."""
 
 
 def least_chance(num_rows: int) -> float:
-    """Return the acceptance probability from which a draft saves time in a step with `num_rows` rows."""
+    """Return the minimum acceptance probability at which a draft saves time in a step of `num_rows` rows."""
     return num_rows / (num_rows + FREE_ROWS)
 
 

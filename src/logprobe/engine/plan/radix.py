@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 class SlotPool:
     """Stack of free slot numbers in [0, num_slots).
 
-    `on_free` is called with the slots each time some are freed, so that data cached by slot can be
-    invalidated.
+    `on_free` is called with slots that are freed, so that data cached by slot can be invalidated.
     """
 
     def __init__(self, num_slots: int, on_free: Callable[[IntArray], None] | None = None) -> None:
@@ -100,13 +99,13 @@ class RadixTree:
         self._step += 1
 
     def forget_step(self) -> None:
-        """Remove the nodes that the current step inserted, for a step that failed to compute their tokens."""
+        """Remove the nodes that the current step inserted, after the step failed to compute their tokens."""
         for node in [node for node in self.nodes() if node.born == self._step]:
             if node.parent is not None and node.parent.born != self._step:
                 self._remove_branch(node)
 
     def root(self, key: Hashable = None) -> Node:
-        """Return the root for `key`, which stands for everything but tokens that cached values depend on."""
+        """Return the root for `key`, which stands for all that cached values depend on besides the tokens."""
         return self._roots.setdefault(key, Node(None, EMPTY, EMPTY))
 
     def descend(self, node: Node, token_ids: IntArray) -> tuple[Node, IntArray]:
@@ -126,7 +125,7 @@ class RadixTree:
         return node, np.concatenate(passed) if passed else EMPTY
 
     def insert(self, node: Node, token_ids: IntArray, slots: IntArray) -> Node:
-        """Add tokens below `node`, which `descend` must have returned for them; return their node.
+        """Add tokens below `node`, which `descend` must have returned for them; return the new node.
 
         The tree takes ownership of `slots`. Without tokens, returns `node`.
         """

@@ -1,8 +1,8 @@
 """`Sample`: the state of one unfinished sample of a request; `SampleRow`: a row of logits to sample from.
 
 Positions [0, num_computed) have a slot. The radix tree owns the slots of positions [0, num_in_tree); the
-sample owns the rest, which belong to generated tokens. During a step, positions [num_tokens, num_computed)
-hold draft tokens. Only the engine's thread modifies a sample.
+sample owns the other slots, usually those of generated tokens. During a step, positions [num_tokens,
+num_computed) hold draft tokens. Only the engine's thread modifies a sample.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ GENERATOR: Final = "philox4x64-10"  # name of the algorithm in `LogprobsInfo`
 def new_generator(request: Request, number: int, index: int, seed: int) -> np.random.Generator:
     """Return the random generator for sample `index` of the engine's `number`-th request.
 
-    `seed` is the engine's, which is used if the request has no seed. Different seeds and samples get
+    `seed` is the engine's seed, which is used if the request has none. Different seeds and samples get
     independent streams of numbers, as do different requests without a seed.
 
     The generator is counter-based: Philox4x64-10 (Salmon et al. 2011) as in NumPy, which computes four
-    numbers from a key and a counter. The key is a hash of seed and sample. Token n of the completion, from 0,
-    is sampled with number n % 4 of counter n // 4 + 1.
+    numbers from a key and a counter. The key is a hash of seed and sample. Token n of the completion (counted
+    from 0) is sampled with number n % 4 of counter n // 4 + 1.
     """
     own = request.params.seed
     base = seed if own is None else own
@@ -138,7 +138,7 @@ class Sample:
         return self._slots[: self.num_computed]
 
     def kept_slots(self, start: int, end: int) -> IntArray:
-        """Return the slots of positions [start, end), which the current step has computed."""
+        """Return the slots of positions [start, end), which must be in the KV cache."""
         return self._slots[start:end]
 
     @property
@@ -234,7 +234,7 @@ class Sample:
         return self._slots[kept:end]
 
     def append_token(self, token_id: int) -> None:
-        """Append a generated token; if it differs from the draft there, discard that and later drafts."""
+        """Append a generated token; if the draft at its position differs, discard it and later drafts."""
         if self.num_tokens < self.num_computed and self._token_ids[self.num_tokens] != token_id:
             self.num_computed = self.num_tokens
         self._token_ids[self.num_tokens] = token_id

@@ -1,10 +1,10 @@
 """The scheduler: plans each step's tokens and slots, the prompt rows to score, and the tokens to sample.
 
 A step mixes one token of each generating sample with chunks of prompts, oldest samples first, up to
-`max_num_batched_tokens`; `FairShares` limits each call while others wait. Prompt tokens found in the radix
-tree are not run again. Prompt tokens enter the tree when they are *planned*, so prompts in the same step also
-share their prefix (attention stores all keys of a step before it reads any). If slots run out, unused
-prefixes are evicted first; then a paused sample is preempted; then the sample picked by `FairShares`.
+`max_num_batched_tokens`; `FairShares` limits each call while other calls wait. Prompt tokens found in the
+radix tree are not run again. Prompt tokens enter the tree when they are *planned*, so prompts in the same
+step also share their prefix (attention stores all keys of a step before it reads any). If slots run out,
+unused prefixes are evicted first; then a paused sample is preempted; then the sample picked by `FairShares`.
 Preempted samples are recomputed later. Drafts are verified with what is left of a step's budget.
 """
 
@@ -107,7 +107,7 @@ class Scheduler:
             max_num_batched_tokens: maximum number of tokens in a step.
             max_num_seqs: maximum number of running samples.
             rope_boundary: length in tokens above which a text uses the long rotary frequencies.
-            gathers_calls: sample the first tokens of all prompts in a call in the same step, if they fit.
+            gathers_calls: sample the first tokens of all prompts of a call in the same step, if they fit.
             waits: records how long each sample waited for its first step.
             on_free: called with freed slots before they are allocated again.
             drafter: drafts tokens where the text has no repetition; None: only repetitions are drafted.
@@ -331,7 +331,7 @@ class Scheduler:
     def _walk_on(self, sample: Sample, plan: StepPlan) -> None:
         """Reuse slots of the sample's next tokens that other samples have added to the tree meanwhile.
 
-        These include samples that were planned earlier in this step.
+        The other samples include those planned earlier in this step.
         """
         assert sample.node is not None
         start = sample.num_computed
@@ -412,7 +412,7 @@ class Scheduler:
         return sample.node is not None and sample.wants_sample and is_scored and not sample.num_remaining
 
     def _gathered(self, drawn: list[Sample], late: list[Sample], going: set[str]) -> list[Sample]:
-        """Return the samples of `drawn`, except first tokens whose call has prompts that still progress.
+        """Return the samples in `drawn`, except those whose first token must wait for their call in `going`.
 
         Args:
             drawn: samples whose next token can be sampled.
@@ -461,7 +461,7 @@ class Scheduler:
     def _drafts_of(self, samples: list[Sample], room: int, num_rows: int) -> dict[Sample, list[int]]:
         """Return drafts of the samples' next tokens: from repetitions, or else from the draft model.
 
-        All together have at most `room` drafts, if the draft model makes none.
+        There are at most `room` drafts in total, but the draft model may exceed this.
         """
         made: dict[Sample, list[int]] = {}
         least, others = least_chance(num_rows), {}

@@ -166,7 +166,7 @@ class FairShares:
         return first
 
     def _next_of(self, first: Sample, waiting: Iterable[Sample], active: Iterable[Sample]) -> Sample:
-        """Return `first`, or, if its call holds its share, the first sample of another call of the caller."""
+        """Return `first`, unless its call has its full share: then a sample of another call of the caller."""
         line = (sample for sample in waiting if not sample.is_paused and sample.caller == first.caller)
         own = [sample for sample in active if sample.caller == first.caller]
         return _in_turn(first, line, own, self._calls(first.caller))
@@ -190,8 +190,8 @@ class FairShares:
     def gives_room(self, running: Sequence[Sample], touched: Collection[Sample]) -> Sample:
         """Pick a running sample to preempt when a running sample needs slots.
 
-        This is the youngest sample of the call with the most slots that is not in `touched` (samples with
-        work planned in this step), or simply the youngest sample if no call exceeds its share.
+        In the call with the most slots, this is the youngest sample that is not in `touched` (samples with
+        work planned in this step). If no call exceeds its share, it is the youngest sample of all.
         """
         if not self.is_shared:
             return running[-1]
@@ -210,7 +210,7 @@ class FairShares:
 
 
 def _places(total: int, parties: int) -> int:
-    """Return the share of each of `parties` in `total` places: at least 1 and `total // PLACES_PART`.
+    """Return one party's share of `total` places: at least 1 and at least `total // PLACES_PART`.
 
     The minimum keeps small calls in their order of arrival.
     """
@@ -218,7 +218,7 @@ def _places(total: int, parties: int) -> int:
 
 
 def _in_turn(first: Sample, line: Iterable[Sample], active: Sequence[Sample], level: _Level) -> Sample:
-    """Return `first`; if its party has its share, the first sample whose party has less than its share.
+    """Return `first`, unless its party has its full share: then the first sample of a party below that.
 
     A party is a caller or a call, as `level` says.
     """
@@ -238,7 +238,8 @@ def _giver(
 ) -> Sample | None:
     """Pick the youngest sample of the largest party above its share; None if there is none.
 
-    A party is a caller or a call. The party of `sample` must stay within its own share with `need` more.
+    A party is a caller or a call. None is picked if `need` more would take the party of `sample` above its
+    own share.
     """
     for level, share in shares:
         own = sum(size(holder) for holder in holders if level.name(holder) == level.name(sample))
@@ -253,7 +254,7 @@ def _giver(
 def _largest(
     holders: Sequence[Sample], name: Callable[[Sample], str], size: Callable[[Sample], int]
 ) -> tuple[int, list[Sample]]:
-    """Return the size and the samples of the party that holds most; of equal ones, the oldest."""
+    """Return the size and the samples of the party that holds most; of equal parties, the oldest."""
     held: Counter[str] = Counter()
     for holder in holders:
         held[name(holder)] += size(holder)

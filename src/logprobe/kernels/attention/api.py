@@ -45,8 +45,8 @@ class RowPlanBuilder:
     def add(self, first_row: int, start: int, slots: Array) -> None:
         """Add the tokens at positions [start, len(slots)) of a sequence.
 
-        `slots` are the slots of all its positions; the token at `start` is packed token `first_row` of the
-        step.
+        `slots` are the slots of all positions of the sequence; the token at `start` is packed token
+        `first_row` of the step.
         """
         for position in range(start, len(slots)):
             self._queries.append(first_row + position - start)

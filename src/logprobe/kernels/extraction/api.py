@@ -1,7 +1,7 @@
 """Computes log-probabilities, ranks, top-k and extra columns from rows of logits.
 
-The device of the logits selects the kernel: NumPy arrays and tensors on the CPU are computed by the native
-library, tensors on other devices by `kernels.extraction.device`, which needs torch.
+The device of the logits selects the kernel: NumPy arrays and tensors on the CPU use the native library, and
+tensors on other devices use `kernels.extraction.device`, which needs torch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Extraction from tensors on a device other than the CPU: in Triton on a GPU, otherwise on the host.
 
-Tensors on the CPU are accepted as well, with which Triton's interpreter runs.
+Tensors on the CPU are accepted as well, so that Triton's interpreter can run the kernels.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def requests_on(requests: RowRequests, device: torch.device) -> RowRequests:
 
 
 def allocate(requests: RowRequests, device: torch.device) -> DeviceRows:
-    """Allocate tensors on `device`, as `requests.allocate` does arrays."""
+    """Allocate the columns for `requests` as tensors on `device`; see `requests.allocate`."""
 
     def empty(shape: Any, dtype: str) -> Tensor:
         return torch.empty(shape, dtype=getattr(torch, dtype), device=device)
@@ -63,7 +63,7 @@ def on_host(requests: RowRequests) -> RowRequests:
 
 
 def copy(source: DeviceRows, rows: DeviceRows) -> None:
-    """Copy what a kernel writes from arrays to tensors on a device."""
+    """Copy the columns that a kernel writes, from arrays (`source`) to tensors on a device (`rows`)."""
     target: Any = rows
     for name in ("token_ids", "logprobs", "ranks", "lse", "is_valid"):
         getattr(target, name).copy_(torch.from_numpy(getattr(source, name)))

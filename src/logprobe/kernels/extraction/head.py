@@ -38,7 +38,7 @@ def head_extract(
     """Return `extract(head(hidden), ...)`, but hold only one chunk of logits at a time.
 
     Args:
-        hidden: (T, H) final hidden states, an array or a torch tensor, as `head` takes it.
+        hidden: (T, H) final hidden states, an array or a torch tensor, whichever `head` takes.
         head: computes (rows, V) logits from (rows, H) hidden states, including the model's scale and soft
             cap. The first chunk has 32 rows if `chunk_rows` is None and `head` has no attribute
             `out_features` (`nn.Linear` has one).
@@ -83,8 +83,8 @@ def head_extract(
 def default_chunk_rows(vocab_size: int | None, device_type: str = "cpu") -> int:
     """Return the default number of rows per chunk of float32 logits.
 
-    On a CPU, this is as many rows as fit in 8 MiB; if fewer than 32 fit, it is 32, or fewer so that the chunk
-    has at most 32 MiB. On a GPU, it is as many rows as fit in 128 MiB. The result is at least 1; without
+    On a CPU, this is as many rows as fit in 8 MiB; if fewer than 32 fit, it is 32, or as many as fit in 32
+    MiB if that is less. On a GPU, it is as many rows as fit in 128 MiB. The result is at least 1; without
     `vocab_size` it is 32.
     """
     if vocab_size is None:

@@ -78,8 +78,8 @@ def check_rows(rows: Rows, parameter: str = "logits") -> tuple[int, int]:
     """Return the number of rows and the vocabulary size of (B, V) rows.
 
     Raises:
-        ParameterError: `rows` is no array or tensor of shape (B, V), V >= 1, with float32, float16 or
-            bfloat16.
+        ParameterError: `rows` is not an array or tensor of shape (B, V) with V >= 1 and dtype float32,
+            float16 or bfloat16.
     """
     if not is_array(rows):
         raise ParameterError(parameter, f"must be a NumPy array or torch tensor, not {type(rows).__name__}")
@@ -152,7 +152,7 @@ def allocate(
         requests: the validated requests.
         dtype: dtype of columns of floats.
         empty: allocates a column from its shape and the name of its dtype.
-        put: moves an array of the requests to where the columns are.
+        put: copies an array of the requests to the device of the columns, if necessary.
     """
     num_rows = len(requests.chosen_ids)
     given = None

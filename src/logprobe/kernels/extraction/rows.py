@@ -88,9 +88,10 @@ def batch_logprobs_to_host(
 
 
 def _sorted(rows: Any, num: int) -> tuple[Any, Any]:
-    """Return the ids of the `num` largest values in each row, and which rows are valid, by sorting them.
+    """Return the ids of the `num` largest values in each row, and which rows are valid.
 
-    Different values may be equal in float32, in which the kernels compute.
+    The rows are sorted here, because float64 values that differ may be equal in float32, in which the kernels
+    compute.
     """
     values = host_array(rows)
     is_valid: NDArray[np.bool_] = np.isfinite(values.max(1))  # NaN if the row contains one

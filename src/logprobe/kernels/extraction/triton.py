@@ -6,8 +6,8 @@ A split is a range of SPLIT token ids; a part is a range of PART token ids.
    each part.
 2. `_merge_kernel` runs one program per row. It merges the sums of the splits.
 3. `_top_kernel` runs one program per row. The k ranges of ids with the greatest maxima contain the k greatest
-   logits, so it searches ever smaller ranges, of LEVELS parts, and at last single logits. For k > 128, torch
-   sorts whole rows of packed (value, id) pairs.
+   logits, so the kernel searches ever smaller ranges (LEVELS has their lengths in parts), and at last single
+   logits. For k > 128, torch sorts whole rows of packed (value, id) pairs.
 4. `_given_kernel` runs one program per row and split. For each given id it counts the greater logits.
 
 SPLIT is fixed, the sums do not depend on k, and nothing is summed across rows, so a row has the same bits
@@ -43,8 +43,8 @@ LOW_BITS = tl.constexpr(2**31 - 1)
 def fill(logits: Tensor, requests: RowRequests, output: Any) -> None:
     """Compute what `requests` ask for from (B, V) logits, and write it to `output`, `DeviceRows` of tensors.
 
-    All are on one device; only the requests may be on the host, which never waits for the device. A CUDA
-    graph can capture this call if the requests are on the device and have no given ids.
+    All tensors are on one device, but the requests may be on the host. The host never waits for the device. A
+    CUDA graph can capture this call if the requests are on the device and have no given ids.
     """
     num_rows, vocab_size = logits.shape
     if num_rows == 0:
@@ -286,9 +286,9 @@ def _merge_kernel(
 def _best_ranges(
     maxima: tl.tensor, firsts: tl.tensor, length: tl.constexpr, num_parts: tl.tensor, top: tl.constexpr
 ) -> tl.tensor:
-    """Return the first parts of the `top` ranges of `length` parts with the greatest maxima.
+    """Return the first part of each of the `top` ranges (`length` parts long) with the greatest maxima.
 
-    A first part of `num_parts` or more means that there is no range.
+    A number of `num_parts` or more means that there is no such range.
     """
     places = firsts[:, None] + tl.arange(0, length)[None, :]
     heads = tl.load(maxima + places, mask=places < num_parts, other=float("-inf"))
@@ -370,7 +370,7 @@ def _given_kernel(
     ranks: tl.tensor,
     split: tl.constexpr,
 ) -> None:
-    """Add this split's counts of greater logits to the ranks of the given ids, which start at 0.
+    """Add this split's counts of greater logits to the given ids' ranks, which are initially 0.
 
     Programs add in any order, which does not change integer sums.
     """

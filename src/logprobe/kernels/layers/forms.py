@@ -46,7 +46,7 @@ class PanelWeights:
     bias: Array | None = None  # (outputs,) float32
 
     def __post_init__(self) -> None:
-        """Take CPU tensors too, without a copy."""
+        """Convert CPU tensors to arrays that share their memory."""
         object.__setattr__(self, "data", as_array(self.data))
         if self.bias is not None:
             object.__setattr__(self, "bias", as_array(self.bias))
@@ -97,7 +97,8 @@ class PanelWeights:
     def joined(self, others: list[PanelWeights]) -> PanelWeights | None:
         """Return one layer with the outputs of this layer and `others`.
 
-        None if forms or numbers of inputs differ, or if any layer but the last has a partly filled panel.
+        Returns None if forms or numbers of inputs differ, or if a layer before the last has a partly filled
+        panel.
         """
         parts = [self, *others]
         are_whole = all(part.num_outputs % PANEL == 0 for part in parts[:-1])
@@ -176,7 +177,7 @@ def _steps(rows: Array, form: Form) -> Array:
 
 
 def _bfloat16_bits(rows: Array) -> Array:
-    """Return weights that bfloat16 represents exactly as the bits of bfloat16 numbers."""
+    """Return weights as the bits of bfloat16 numbers, which must represent them exactly."""
     if rows.dtype.name == BFLOAT16.name:
         return rows.view(np.uint16)
     bits: Array = (rows.astype(np.float32, copy=False).view(np.uint32) >> 16).astype(np.uint16)
@@ -235,7 +236,7 @@ def fill_blocks(panels: PanelWeights, start: int, header: Array, groups: Array) 
 
 
 def _fill_lanes(target: Array, values: Array) -> None:
-    """Write (outputs, blocks, n) values to panels; `target` is their (panels, blocks, bytes) memory."""
+    """Write `values` (outputs, blocks, n) to the memory of panels, `target` (panels, blocks, bytes)."""
     num_whole, num_left = divmod(len(values), PANEL)
     lanes = target.view(values.dtype)
     lanes = np.lib.stride_tricks.as_strided(
@@ -250,7 +251,7 @@ def _fill_lanes(target: Array, values: Array) -> None:
 
 
 def _on_lines(size: int) -> Array:
-    """Allocate zeroed bytes aligned to a cache line, whose pages are not mapped before their first use."""
+    """Allocate zeroed bytes, aligned to a cache line; pages are mapped at their first use."""
     memory = np.zeros(size + LINE, np.uint8)
     start = -memory.ctypes.data % LINE
     return memory[start : start + size]

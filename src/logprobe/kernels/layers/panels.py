@@ -3,10 +3,10 @@
 All rows of a step share one read of the weights.
 
 Each output is a float32 sum over pieces of the inputs, in order, and the sum over a piece is split into runs
-of RUN inputs; this does not depend on the number of rows. So the bits of a row depend neither on the other
-rows, nor on the number of threads, nor on the weight format. With few rows, weights are converted to float32
-in registers. With more rows, a piece of the weights at a time is converted into the L1 cache, where all rows
-read it. Many rows are split into blocks, and each thread works on one block for as long as possible.
+of RUN inputs. This order does not depend on the number of rows. So the bits of a row depend neither on the
+other rows, nor on the number of threads, nor on the weight format. With few rows, weights are converted to
+float32 in registers. With more rows, a piece of the weights at a time is converted into the L1 cache, where
+all rows read it. Many rows are split into blocks, and each thread works on one block for as long as possible.
 """
 
 from __future__ import annotations

@@ -144,9 +144,9 @@ def rotary_stage(
 def gate_stage(gates: Array, values: Array | None, out: Array, activation: str) -> Stage:
     """Return the stage that writes activation(gates) · values, or activation(gates), to `out`.
 
-    It is used if LoRA products must first be added to gates or values, or if the weight formats of gates and
-    values differ. Otherwise the kernel for matrix products applies the activation (`panels.Finish`). Both run
-    the same code and give the same bits.
+    This stage is used if LoRA products must first be added to gates or values, or if the weight formats of
+    gates and values differ. Otherwise the kernel for matrix products applies the activation
+    (`panels.Finish`). Both run the same code and give the same bits.
 
     Args:
         gates: (M, width) float32.

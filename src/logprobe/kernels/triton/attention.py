@@ -162,7 +162,7 @@ def _merge(
     greatest: tl.tensor, total: tl.tensor, rows: tl.tensor, own_greatest: tl.tensor, own_total: tl.tensor,
     own_rows: tl.tensor,
 ) -> tl.tensor:  # fmt: skip
-    """Merge the results of a segment (`own_...`) into those of the segments before it.
+    """Merge the results of a block or segment (`own_...`) into those of the blocks or segments before it.
 
     Each result is the greatest score, the sum of exponentials, and the sum of weighted values, per row.
     """

@@ -2,8 +2,8 @@
 
 On NVIDIA GPUs since Hopper, a kernel that is launched this way may start as soon as all programs of the
 kernel before it have started. It must call `wait_for_inputs` before it reads what an earlier kernel wrote,
-and before it writes. Every program of every such kernel must make this call, because later kernels take the
-end of a kernel as the end of all kernels before it.
+and before it writes. Every program of every such kernel must make this call, because later kernels rely on
+this: when a kernel has ended, all kernels before it have ended too.
 """
 
 from __future__ import annotations

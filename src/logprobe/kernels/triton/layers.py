@@ -1,6 +1,7 @@
 """Triton kernels for norms, rotary embedding, storing keys and values, and gated activations.
 
-A kernel that uses a matrix product takes its parts and bias (`products.linear_parts`) and adds them itself.
+A kernel that uses a matrix product takes the product's parts and bias (`products.linear_parts`), and adds
+them itself.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ def _weights(layer: Norm | None, unused: Tensor) -> tuple[Tensor, Tensor, float]
 
 
 def _kind(name: str, layer: Norm | None) -> dict[str, Any]:
-    """Return what a kernel knows of a norm when it is compiled, as its argument `name`.
+    """Return the kind of a norm as a kernel's compile-time argument `name`.
 
     0: no norm; 1: RMSNorm; 2: LayerNorm without bias; 3: LayerNorm with bias.
     """
@@ -129,7 +130,7 @@ def _normed(
     numbers: tl.tensor, columns: tl.tensor, mask: tl.tensor, weight: tl.tensor, bias: tl.tensor,
     epsilon: tl.tensor, width: tl.tensor, kind: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return the norm of one row, whose other numbers are 0."""
+    """Return the norm of one row, whose numbers outside `mask` are 0."""
     if kind > 1:
         numbers = tl.where(mask, numbers - tl.sum(numbers) / width, 0.0)
     if kind > 0:
@@ -238,7 +239,8 @@ def rotate_and_store(
         pool: keys and values, (num_slots, kv_heads, head_dim) float32 or bfloat16.
         slots: (rows,) int32; rows with slot -1 are padding and are not stored.
         query: (rows, heads, head_dim) float32, filled with the rotated queries.
-        norms: norms of each head's query and key before the rotation, both or neither, of the same kind.
+        norms: norms of each head's query and key, applied before the rotation; both or neither, of the same
+            kind.
         is_paired: a pair is two adjacent dimensions, as in GPT-J; False: dimension i of the first half and
             dimension i of the second, as in Llama.
         query_scales: (rows,) float32, by which the rotated queries are multiplied; None: not at all.
@@ -383,7 +385,7 @@ def gate(parts: Tensor, bias: Tensor | None, activation: str, out: Tensor, *, ha
 
     Args:
         parts: (parts, rows, width) gates, or (parts, rows, 2 * width) gates followed by values, float32,
-            contiguous; their sum over `parts` is a matrix product (see `linear_parts`).
+            contiguous; the sum over the first axis is a matrix product (see `linear_parts`).
         bias: (width,) or (2 * width,) float32 of the product.
         activation: one of ACTIVATIONS.
         out: (num_pieces, rows, width) bfloat16, contiguous: pieces of float32 numbers (see `pieces.py`).

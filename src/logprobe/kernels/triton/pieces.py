@@ -32,7 +32,7 @@ def split(x: Tensor, num_pieces: int) -> Tensor:
 
 
 def join(pieces: Tensor) -> Tensor:
-    """Return the float32 sums of pieces, (num_pieces, rows, width) bfloat16, with shape (rows, width)."""
+    """Sum bfloat16 pieces (num_pieces, rows, width) to float32 numbers (rows, width)."""
     return pieces.double().sum(0).float()
 
 

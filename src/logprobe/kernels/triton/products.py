@@ -66,7 +66,7 @@ def linear(x: Tensor, weight: Tensor | BlockWeight, bias: Tensor | None = None) 
 
 
 def linear_parts(x: Tensor, weight: Tensor | BlockWeight) -> Tensor:
-    """Return the parts of `x @ weight.T`, (parts, rows, outputs) float32, whose sum in order is the product.
+    """Return parts of `x @ weight.T`, (parts, rows, outputs) float32; added in order, they are the product.
 
     Args:
         x: (num_pieces, rows, inputs) bfloat16, contiguous: the pieces of float32 activations.

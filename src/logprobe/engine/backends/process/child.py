@@ -1,8 +1,9 @@
 """Main program of an engine process: receives commands from its parent, runs the engine, and reports.
 
 `Replica` starts the process with three arguments: the folder of the sockets, the file descriptor of a socket
-that is closed when the parent exits (the lifeline), and the file descriptor of the file for shared rows. The
-process exits on `Stop` or when its parent is gone. It ignores terminal signals, which the parent handles.
+whose other end closes when the parent exits (the lifeline), and the file descriptor of the file for shared
+rows. The process exits on `Stop` or when its parent is gone. It ignores terminal signals, which the parent
+handles.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class Child:
     def __init__(self, channel: Channel[Order], passing: set[Path]) -> None:
         self._channel = channel
         self._passing = passing
-        self._pulsing = runtime.Lock()  # held from reading the statistics of a heartbeat until it is sent
+        self._pulsing = runtime.Lock()  # held while a heartbeat's statistics are read and sent
 
     def run(self) -> None:
         """Start the engine, and serve until a `Stop` message arrives."""
@@ -134,7 +135,7 @@ class Child:
     def _receive(self) -> Order | None:
         """Wait for the next command; return None if none arrives in `PULSE_S` seconds.
 
-        Requests that cannot be decoded fail, and None is returned.
+        If the command is a `Submit` that cannot be decoded, fail its requests and return None.
 
         Raises:
             UnreadableError: a message other than `Submit` cannot be decoded.

@@ -1,6 +1,7 @@
 """`ProcessEngine`: runs the native engine in one or several engine processes.
 
-A `Replica` represents each process, which runs its own requests. Requests are validated in this process.
+Each process runs its own requests and is represented by a `Replica`. Requests are validated in the parent
+process.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class ProcessEngine:
         self._open(config, text, ready)
 
     def _open(self, config: EngineConfig, text: TextEdge, ready: Ready) -> None:
-        """Set the capabilities and the admission of requests, from what a process has reported."""
+        """Set `_capabilities` and `_admission`, from what a process has reported."""
         own = ready.capabilities
         self._capabilities = replace(own, num_processes=config.parallel_config.data_parallel_size)
         facts = ModelFacts(
@@ -151,7 +152,7 @@ class ProcessEngine:
                 chosen = self._router.choose(admitted, queued, ranks)
                 queued[chosen] += Backlog(admitted).num_tokens
                 portions[chosen].append(admitted)
-            # Under the lock, so that a call is before or after a weight replacement in every process alike.
+            # Under the lock, so that in every process a call comes before or after a weight replacement.
             for replica, portion in zip(self._replicas, portions, strict=True):
                 if portion:
                     replica.submit(portion)
@@ -179,7 +180,7 @@ class ProcessEngine:
         return None
 
     def _load_lora(self, command: LoadLora) -> None:
-        """Load LoRA weights from a copy of their folder, so that processes started later load the same."""
+        """Load LoRA weights from a copy of their folder, which processes started later load as well."""
         check_files(command.name, Path(command.path))
         with copying():
             copy = TemporaryDirectory(prefix="logprobe-lora-")
@@ -196,7 +197,7 @@ class ProcessEngine:
             raise
 
     def _remove(self, copy: TemporaryDirectory[str]) -> None:
-        """Delete the copy of a LoRA folder; if a process is starting, which may need it, wait for `close`."""
+        """Delete a copy of a LoRA folder; leave it to `close` if a process is starting, which may read it."""
         if all(replica.is_up for replica in self._replicas):
             copy.cleanup()
         else:
@@ -255,7 +256,7 @@ class ProcessEngine:
         return EngineStats.of_replicas({replica.name: replica.stats() for replica in self._replicas})
 
     def stalled_s(self, request_ids: Collection[str] = ()) -> float:
-        """See `Front.stalled_s`; if no process accepts requests, return for how long none has, in seconds."""
+        """See `Front.stalled_s`; if no process accepts requests, return for how many seconds none has."""
         up = [replica for replica in self._replicas if replica.is_up]
         if not up:
             return min(replica.down_s() for replica in self._replicas)
@@ -271,7 +272,7 @@ class ProcessEngine:
         """Return the first message for a process that starts, and forget which prefixes it had cached.
 
         Raises:
-            EngineUnavailableError: the files that weights were loaded from with `load_weights` have changed.
+            EngineUnavailableError: the files that `load_weights` read have changed since.
         """
         if replica in self._replicas:
             with self._is_routing:
@@ -357,7 +358,7 @@ def copying() -> Iterator[None]:
         yield
     except OSError as error:
         reason = f"the weights cannot be copied for the engine processes ({error})"
-        raise EngineError(f"{reason}; free space there, or set TMPDIR to another folder") from error
+        raise EngineError(f"{reason}; free space in this folder, or set TMPDIR to another one") from error
 
 
 def _names(count: int) -> list[str]:

@@ -31,7 +31,7 @@ class Launched(NamedTuple):
 
     process: subprocess.Popen[bytes]
     channel: Channel[list[Report]]
-    folder: Path  # of the sockets; not needed once both are connected
+    folder: Path  # folder of the sockets; not needed once both sockets are connected
 
 
 class Launcher:
@@ -42,10 +42,10 @@ class Launcher:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
     def launch(self, resources: ExitStack, *, is_restart: bool) -> Launched:
-        """Start a process; `resources` releases all but the process itself.
+        """Start a process; closing `resources` releases everything except the process itself.
 
         Raises:
-            OSError: the folder, a descriptor, the process or memory cannot be created.
+            OSError: the folder, a file descriptor, shared memory or the process cannot be created.
         """
         folder = Path(tempfile.mkdtemp(prefix="logprobe-"))
         resources.callback(shutil.rmtree, folder, ignore_errors=True)

@@ -68,10 +68,10 @@ def changed_model(model: str, expected: str | None, found: str | None) -> str:
     Args:
         model: name or path of the model.
         expected: version of the weights that the engine was started with.
-        found: version of the weights that are there now.
+        found: version of the weights in the model's files now.
     """
     return (
-        f"model: the weights of {model} are {found}, but the engine was started with {expected}; "
+        f"model: the weights of {model} have version {found}, but the engine was started with {expected}; "
         "restore the files, or create a new engine"
     )
 

@@ -71,7 +71,8 @@ class Replica:
         name: name for messages and metrics.
         launcher: starts the process.
         starting: returns the first message for a process that starts.
-        accept: called with the properties of a process that has loaded; raises an error if it must not serve.
+        accept: called with the properties of a process that has loaded; raises an error if the process must
+            not serve.
         publish: called with the events of the process's requests.
     """
 

@@ -1,1 +1,1 @@
-"""Runs the families of `families` on a CPU with the native kernels; arrays are NumPy."""
+"""Runs the model families of `families` on a CPU, with the native kernels and NumPy arrays."""

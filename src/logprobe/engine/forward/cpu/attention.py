@@ -1,8 +1,8 @@
-"""Plans the attention of a step over the KV cache, and runs it by the CPU kernels.
+"""Plans the attention of a step over the KV cache, and runs it with the CPU kernels.
 
 Each span of tokens attends to its own context. Prompt chunks use matrix products; short spans (a generated
-token with its drafts, or the end of a mostly cached prompt) run row by row. Both read the KV cache in place
-and give a row the same bits.
+token with its drafts, or the end of a mostly cached prompt) run row by row. Both ways read the KV cache in
+place, and a row's results have the same bits.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def plan_attention(pool: KVPool, batch: StepBatch) -> AttentionPlan:
 def all_attention_paths(pool: KVPool, prompts: Sequence[Array]) -> Iterator[tuple[list[int], AttentionPlan]]:
     """Yield plans that together run `prompts` through both kernels.
 
-    The first plan runs whole prompts and fills the cache; the others run their second halves.
+    The first plan runs whole prompts and fills the cache; the other plans run the prompts' second halves.
 
     Args:
         pool: the KV cache.
@@ -114,7 +114,7 @@ def _packed(prompts: Sequence[Array], starts: Sequence[int]) -> Array:
 
 
 def attend(plan: AttentionPlan, layer: int, query: Array, rule: ScoreRule, out: Array) -> None:
-    """Compute the attention of one layer for the tokens in `plan`, whose keys and values are stored.
+    """Compute one layer's attention for the tokens in `plan`; their keys and values are already stored.
 
     Args:
         plan: the plan of the step.

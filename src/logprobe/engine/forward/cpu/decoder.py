@@ -245,8 +245,8 @@ class Decoder:
     def record_on(self, pool: KVPool, max_len: int) -> None:
         """Run steps with few rows on `pool` as recorded launches from now on.
 
-        Contexts may have at most `max_len` tokens. Models with experts are not recorded, because their
-        products depend on the rows.
+        Contexts may have at most `max_len` tokens. Models with experts are not recorded, because which
+        products a step computes depends on the routing.
         """
         if all(layer.experts is None for layer in self.layers):
             step = self.new_step(MAX_ROWS, pool)
@@ -291,7 +291,7 @@ class Decoder:
         return step.normed
 
     def head(self, hidden: Array, lora: LoraWeights | None = None) -> Array:
-        """Return (rows, vocabulary) float32 logits for (rows, hidden size) states, all with `lora`."""
+        """Return float32 logits (rows, vocabulary) of states (rows, hidden size); all rows use `lora`."""
         logits = self.lm_head(hidden)
         if lora is not None:
             with self.loras.only(lora, len(hidden)):
@@ -304,7 +304,7 @@ class Decoder:
         return logits
 
     def normed(self, hidden: Array) -> Array:
-        """Return the final norm of (rows, hidden size) float32 states."""
+        """Apply the final norm to float32 states (rows, hidden size)."""
         out = np.empty_like(hidden)
         self.last_norm.stage(hidden, out).run()
         return out
@@ -397,7 +397,7 @@ class Decoder:
         return operations
 
     def _expert_place(self, layer: Layer) -> int:
-        """Return the number of a layer with experts, counting only such layers."""
+        """Return the index of a layer with experts among the layers with experts."""
         return sum(before.experts is not None for before in self.layers[: layer.index])
 
     def _attention_operations(self, layer: Layer, x: Array, step: Step, attend: Attend) -> list[Operation]:
@@ -430,7 +430,7 @@ class Decoder:
     def _add_operations(
         self, linear: Linear, name: str, x: Array, norm: Norm | None, step: Step
     ) -> list[Operation]:
-        """Return the operations that add `linear(x)` to the hidden states, after `norm` if there is one."""
+        """Return the operations that add `linear(x)`, normalized by `norm` if given, to the hidden states."""
         if norm is None:
             factor = self.spec.factors.residual
             return [
@@ -567,7 +567,7 @@ def _attend_by(plan: AttentionPlan, step: Step, layer: int, rule: ScoreRule) -> 
 def _normed(norm: Norm | None, x: Array, out: Array) -> tuple[Array, list[Operation]]:
     """Return the input of a sublayer, and the operations that compute it from `x`.
 
-    Without a norm, the input is `x` and there are no operations; otherwise it is `out`.
+    Without a norm, the input is `x` and there are no operations; otherwise the input is `out`.
     """
     return (x, []) if norm is None else (out, [norm.stage(x, out)])
 

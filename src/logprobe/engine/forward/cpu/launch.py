@@ -65,7 +65,7 @@ class Step:
         return [] if loras is None else [HostOperation(lambda: loras.add_(*product, **part))]
 
     def first_rows(self, num_rows: int) -> Step:
-        """Return a step whose buffers are views of the first `num_rows` rows of these."""
+        """Return a step whose buffers are views of the first `num_rows` rows of this step's buffers."""
 
         def cut(part: Any) -> Any:
             if isinstance(part, np.ndarray):
@@ -125,8 +125,8 @@ class Launches:
         The returned array is valid until the next step.
 
         Args:
-            decoder: the decoder whose steps these are. It is not kept: a reference back to it would leave its
-                weights to the garbage collector.
+            decoder: the decoder that owns this object. No reference to it is kept, because a reference cycle
+                would leave its weights to the garbage collector.
             ids: (M,) int64 token ids.
             places: (M,) int64 positions.
             plan: a plan that `can_run` accepts.

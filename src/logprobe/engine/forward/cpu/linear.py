@@ -1,7 +1,7 @@
 """Linear layers and embeddings whose weights are packed in panels (CPU, float32 activations).
 
 A panel is a tile of the weight matrix in the number format of the checkpoint; kernels convert the weights to
-float32 on use. Results equal those of a float32 matrix except for the order of summation, and fewer bytes are
+float32 on use. Results equal those of a float32 matrix except for the order of summation, but fewer bytes are
 read. The same kernels run a single row and a whole prompt.
 """
 
@@ -119,7 +119,7 @@ class Experts:
             hidden: (M, hidden size) float32.
             x: (M, hidden size) float32, the input of the layer's MLP.
             route: called with the router's choice, (M, experts per token), most likely first; returns the
-                experts to use. Their weights are still the router's.
+                experts to use. Their weights still come from the router.
         """
         # In float64: float32 functions may round differently in the scalar tail of a vector loop.
         scores = self.router(x).astype(np.float64)
@@ -184,13 +184,13 @@ def matrices_of_parameters(
     tied: Mapping[str, Sequence[str]],
     transposed: Container[str],
 ) -> list[Matrix]:
-    """Return all matrices of a model, ordered so that a kernel's matrices are next to each other.
+    """Return all matrices of a model, ordered so that matrices of one kernel are next to each other.
 
-    A matrix is named after its module. An expert in a shared parameter is named `parameter[number]`, and the
+    A matrix is named after its module. An expert in a 3-D parameter is named `parameter[number]`, and the
     halves of a joint gate_up matrix get the suffixes HALVES.
 
     Args:
-        shapes: shapes of all 2-D and 3-D parameters by name; a shared parameter occurs once.
+        shapes: shapes of all 2-D and 3-D parameters by name; a parameter that modules share occurs once.
         tied: other names of shared parameters.
         transposed: names of parameters that are stored as (inputs, outputs).
     """

@@ -28,7 +28,7 @@ MAX_OF_A_THREAD = 1 << 18  # up to this many multiply-adds, one thread is faster
 
 
 def by_panels(part: Dense | LowRank, x: Array) -> Array:
-    """Return the product of (M, inputs) `x` with the matrices of `part`, (M, outputs) float32.
+    """Multiply `x` (M, inputs) by the matrices of `part`; return (M, outputs) float32.
 
     A row's bits do not depend on the other rows.
     """
@@ -57,7 +57,7 @@ class LoraRows:
         self._bound: WeakKeyDictionary[LoraWeights, dict[str, LowRank]] = WeakKeyDictionary()
 
     def bind(self, lora: LoraWeights, own_layer: Callable[[str], OwnLayer]) -> dict[str, LowRank]:
-        """Combine `lora` with the base layers that it changes, at its first use, and cache the result.
+        """Combine `lora` with the base layers that it changes; the result is cached after the first call.
 
         Args:
             lora: the LoRA weights.

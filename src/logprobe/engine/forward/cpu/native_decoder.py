@@ -83,7 +83,8 @@ def native_decoder(
 
     Args:
         spec: structure of the decoder.
-        names: names of the model's weights; the decoder must use each one in the decoder and the output head.
+        names: names of the model's weights; the native decoder must use all that are in `spec.path` or
+            `spec.head`.
         vectors: biases, norm weights and rotary frequencies by name.
         proof: verifies the decoder's logits.
         panels: packed matrices by module name.
@@ -116,7 +117,7 @@ def vectors_of(module: Any, spec: DecoderSpec) -> Vectors:
 def frequencies(settings: Settings, rope_boundary: int | None) -> Vectors:
     """Return rotary frequencies computed as transformers does, in float32, by name.
 
-    These are `inv_freq.<name>` and, with longrope, `long_inv_freq.<name>`.
+    The names are `inv_freq.<name>` and, with longrope, `long_inv_freq.<name>`.
 
     Args:
         settings: settings of the model, with float32 rotary embeddings.
@@ -157,7 +158,7 @@ def _prefix(name: str) -> str:
 
 
 def _effective(rule: Rule, context_len: int | None) -> Rule:
-    """Return a rule without a window that no text exceeds."""
+    """Return the rule, without its sliding window if no text can exceed the window."""
     if rule.window is None or context_len is None or rule.window < context_len:
         return rule
     return Rule(rule.scale, None, rule.softcap)
@@ -168,7 +169,7 @@ def _name(rotary: Rotary) -> str:
 
 
 def _boundary(embeddings: Collection[Rotary]) -> int | None:
-    """Return the maximum length in tokens of a text with short frequencies; None without longrope."""
+    """Return the length in tokens of the longest text with short frequencies; None without longrope."""
     lengths = {
         int(rotary.number(ORIGINAL_LEN))
         for rotary in embeddings

@@ -23,8 +23,8 @@ def norm(kind: NormKind, x: Array, weight: Array | None, bias: Array | None, eps
 
     This is RMSNorm (Zhang and Sennrich 2019), Gemma's variant of it, or LayerNorm (Ba et al. 2016).
 
-    Each row is normed in groups of `len(weight)` numbers: a group is a whole row of hidden states, one head
-    of queries or keys, or all heads. Without `weight`, whole rows are normed.
+    Each row is normalized in groups of `len(weight)` numbers: a group is a whole row of hidden states, one
+    head of queries or keys, or all heads. Without `weight`, whole rows are normalized.
 
     Args:
         kind: `rms`, `rms from one` (the factor is weight + 1), or `layer`.
@@ -100,9 +100,9 @@ def mlp(settings: Settings, layer: Weights, gates: Sequence[str], down: str, x: 
 
 
 def inner(settings: Settings, outputs: Array) -> Array:
-    """Return activation(gate) · up, where `outputs` is gate and up, (positions, 2 · width).
+    """Return activation(gate) · up, where `outputs` (positions, 2 · width) is gate, then up.
 
-    Without gates, return activation(outputs).
+    If the MLP is not gated, return activation(outputs).
     """
     activation = ACTIVATIONS[settings.activation]
     if not settings.family.is_gated:
@@ -155,7 +155,7 @@ def silu(x: Array) -> Array:
 
 
 def gelu(x: Array) -> Array:
-    """Return x · Φ(x), where Φ is the normal distribution function (Hendrycks and Gimpel 2016)."""
+    """Return x · Φ(x), where Φ is the standard normal CDF (Hendrycks and Gimpel 2016)."""
     erf: Array = np.vectorize(math.erf, otypes=[np.float64])(x / math.sqrt(2))
     return 0.5 * x * (1 + erf)
 

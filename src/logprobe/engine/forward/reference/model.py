@@ -67,7 +67,8 @@ def run_layer(
     """Return the hidden states after layer `number`, (positions, hidden size).
 
     Attention and MLP each add their output to the hidden states, with norms before them, after them, or both.
-    In parallel layers, both read the layer's input; otherwise the MLP reads the sum with attention's output.
+    In parallel layers, both read the layer's input; otherwise the MLP reads the hidden states after
+    attention.
     """
     family, factor = settings.family, settings.factors.residual
     norms = family.layer_norms(is_parallel=settings.is_parallel)

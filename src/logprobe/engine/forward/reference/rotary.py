@@ -2,8 +2,8 @@
 
 The first `width` dimensions of a head rotate in pairs. Pair i rotates by the angle position · frequency[i],
 with frequency[i] = theta^(-2i / width). Scaling methods lower the frequencies, mostly of slow pairs, and some
-multiply cosines and sines by a factor. Frequencies and angles have the dtype of the settings: float64, or
-float32 as in transformers, where the angle of a late position has an error of up to 1e-3.
+also multiply cosines and sines by a factor. Frequencies and angles have the dtype of the settings: float64,
+or float32 as in transformers, where the angle of a late position has an error of up to 1e-3.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Rotary:
     dtype: type[np.floating[Any]] = np.float64  # of frequencies and angles
 
     def number(self, name: str, default: float | None = None) -> float:
-        """Return a number from `parameters`; with a default, that if the number is missing, null or 0."""
+        """Return a number from `parameters`; a given `default` replaces one that is missing, null or 0."""
         value: float = self.parameters[name] if default is None else self.parameters.get(name) or default
         return value
 
@@ -70,7 +70,7 @@ def cosines_and_sines(rotary: Rotary, positions: NDArray[np.int64]) -> tuple[Arr
 
 
 def frequencies(rotary: Rotary, num_tokens: int) -> NDArray[np.floating[Any]]:
-    """Return the frequencies of a layer for a text of `num_tokens`, (pairs,), in the dtype of `rotary`."""
+    """Return a layer's frequencies (pairs,) for a text of `num_tokens`, in the dtype of `rotary`."""
     return FREQUENCIES[rotary.parameters["rope_type"]](rotary, num_tokens).astype(rotary.dtype)
 
 
@@ -113,7 +113,7 @@ def dynamic(rotary: Rotary, num_tokens: int) -> Array:
 
 
 def proportional(rotary: Rotary, _num_tokens: int) -> Array:
-    """Return frequencies for all dimensions of the head; only a proportion, the fastest, is not 0."""
+    """Return frequencies for all pairs of a head; a given share, the fastest, is kept; the rest are 0."""
     num_rotating = int(rotary.number("partial_rotary_factor", 1.0) * rotary.head_dim // 2)
     powers = _powers(rotary, rotary.number("rope_theta"), rotary.head_dim)
     powers[num_rotating:] = 0
@@ -121,7 +121,7 @@ def proportional(rotary: Rotary, _num_tokens: int) -> Array:
 
 
 def llama3(rotary: Rotary, _num_tokens: int) -> Array:
-    """Return low frequencies divided by a factor, high ones unchanged, others blended (Llama 3.1, 2024)."""
+    """Divide low frequencies by a factor, keep high ones, and blend those between (Llama 3.1, 2024)."""
     powers = unscaled(rotary)
     slow, fast = rotary.number("low_freq_factor"), rotary.number("high_freq_factor")
     turns = rotary.number(ORIGINAL_LEN) * powers / (2 * math.pi)
@@ -130,7 +130,7 @@ def llama3(rotary: Rotary, _num_tokens: int) -> Array:
 
 
 def yarn(rotary: Rotary, _num_tokens: int) -> Array:
-    """Return low frequencies divided by a factor, high ones unchanged, others blended (YaRN).
+    """Divide low frequencies by a factor, keep high ones, and blend those between (YaRN).
 
     The weight of the blend is linear in the index of the pair (Peng et al. 2023).
     """
@@ -151,7 +151,7 @@ def yarn(rotary: Rotary, _num_tokens: int) -> Array:
 
 
 def longrope(rotary: Rotary, num_tokens: int) -> Array:
-    """Return each frequency divided by its own factor; short and long texts differ (Ding et al. 2024)."""
+    """Divide each frequency by its own factor, which differs for short and long texts (Ding et al. 2024)."""
     is_long = num_tokens > rotary.number(ORIGINAL_LEN)
     divisors: Array = np.array(rotary.parameters["long_factor" if is_long else "short_factor"])
     return unscaled(rotary) / divisors

@@ -63,7 +63,9 @@ def settings_of(config: ModelConfig, rotary_dtype: type[np.floating[Any]] = np.f
     values: Any = config  # a missing key is None, and using it raises TypeError
     kind = config.model_type
     if kind not in FAMILIES:
-        raise UnsupportedModelError(f"config: no reference of model_type {kind!r}; use {', '.join(FAMILIES)}")
+        raise UnsupportedModelError(
+            f"config: model_type {kind!r} is unknown; use one of {', '.join(FAMILIES)}"
+        )
     family = FAMILIES[kind]
     if (activation := ACTIVATIONS.get(getattr(values, family.activation))) is None:
         raise UnsupportedModelError(f"{family.activation} of its configuration is not supported")

@@ -27,7 +27,7 @@ class Weights:
     is_transposed: bool = False  # matrices are stored as (inputs, outputs), else as (outputs, inputs)
 
     def within(self, name: str, *, is_transposed: bool = False) -> Weights:
-        """Return the weights of submodule `name`; matrices are stored as `is_transposed` says."""
+        """Return the weights of submodule `name`; `is_transposed` tells how its matrices are stored."""
         return replace(self, module=self._full(name), is_transposed=is_transposed)
 
     def __contains__(self, name: str) -> bool:

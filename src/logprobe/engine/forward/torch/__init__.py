@@ -1,1 +1,1 @@
-"""Runs models of transformers, and the families of `families` on an NVIDIA GPU, with torch tensors."""
+"""Decoders that use torch: transformers models, and the families of `families` on an NVIDIA GPU."""

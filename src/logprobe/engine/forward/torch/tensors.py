@@ -28,14 +28,14 @@ def new_zeros(shape: tuple[int, ...], dtype: str, device: str, memory: PagedMemo
 
 @torch.inference_mode()
 def rows_of(hidden: torch.Tensor, slots: IntArray) -> Array | torch.Tensor:
-    """Return the rows of some slots: an array on a CPU, a tensor on a GPU."""
+    """Return the rows of `hidden` in `slots`: an array on a CPU, a tensor on a GPU."""
     indices = torch.from_numpy(slots.astype(np.int64)).to(hidden.device)
     return _as_rows(hidden.index_select(0, indices))
 
 
 @torch.inference_mode()
 def logits_of(decoder: Any, hidden: Array | torch.Tensor, lora: LoraWeights | None) -> Array | torch.Tensor:
-    """Return (rows, vocabulary) float32 logits of hidden states: an array on a CPU, a tensor on a GPU."""
+    """Return float32 logits (rows, vocabulary) of states: an array on a CPU, a tensor on a GPU."""
     return _as_rows(decoder.head(as_tensor(hidden), lora))
 
 

@@ -148,7 +148,7 @@ def pooled_attention(
 
 
 def attend(plan: TensorPlan, layer: int, query: torch.Tensor, rule: ScoreRule) -> torch.Tensor:
-    """Compute the attention of one layer for the tokens in `plan`, whose keys and values are stored.
+    """Compute one layer's attention for the tokens in `plan`; their keys and values are already stored.
 
     Args:
         plan: the plan of the step.
@@ -210,7 +210,7 @@ def score_rule(query: torch.Tensor, options: dict[str, Any], window: int | None)
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, rule: ScoreRule
 ) -> torch.Tensor:
-    """Compute `attend_chunk` with torch operations, on any device and dtype.
+    """Do the same as `attend_chunk` with torch operations, on any device and dtype.
 
     Args:
         query: (heads, rows, key_dim).

@@ -141,7 +141,7 @@ class TransformersDecoder:
         self._room.make(lora)
 
     def record_on(self, pool: KVPool, max_len: int) -> None:
-        """Do nothing, because this decoder does not use CUDA graphs."""
+        """Do nothing, because this decoder does not record steps."""
 
     def plan(self, pool: KVPool, batch: StepBatch) -> TensorPlan:
         """Return the attention plan of a scheduled step."""
@@ -167,7 +167,8 @@ class TransformersDecoder:
             positions: (num_tokens,) integers, position of each token in its text.
             plan: KV cache slot of each token, and the context that the token attends to.
             is_long: use the long rotary frequencies (longrope).
-            capture: activations to keep; gets an error if the model does not return its layers' states.
+            capture: activations to keep; an error is added to it if the model does not return its layers'
+                states.
         """
         self.step.plan, self.step.is_long = plan, is_long
         inputs = {"input_ids": self._row(token_ids), "position_ids": self._row(positions)}
@@ -189,7 +190,7 @@ class TransformersDecoder:
         return rows[0]
 
     def normed(self, hidden: Array) -> Tensor:
-        """Return the final norm of (rows, hidden size) float32 states; only after a step with a capture.
+        """Apply the final norm to float32 states (rows, hidden size); needs an earlier step with a capture.
 
         Raises:
             UnsupportedModelError: no module returns the final hidden states.
@@ -203,7 +204,7 @@ class TransformersDecoder:
         return rows
 
     def head(self, hidden: Tensor, lora: LoraWeights | None = None) -> Tensor:
-        """Return (rows, vocabulary) float32 logits of (rows, hidden size) states, all with `lora`."""
+        """Return float32 logits (rows, vocabulary) of states (rows, hidden size); all rows use `lora`."""
         with self.loras.only(lora, len(hidden)):
             return self._head(hidden)
 

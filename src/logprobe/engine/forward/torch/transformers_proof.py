@@ -1,4 +1,4 @@
-"""`TransformersProof`: the logits of the transformers model are the reference."""
+"""`TransformersProof`: verifies decoders against the logits of the transformers model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loads a model that transformers verifies, and in some cases runs; see `ready`."""
+"""Loads a model and verifies it against transformers, which also runs it if no native decoder can."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def _proven(
     progress.say("packing")
     matrices = matrices_of(module, with_experts=not isinstance(spec, str))
     panels = panels_of(matrices, model.source, store)
-    progress.say("proving")
+    progress.say("verifying")
     decoder = (
         spec
         if isinstance(spec, str)

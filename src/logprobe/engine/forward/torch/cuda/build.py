@@ -41,7 +41,8 @@ def cuda_decoder(
         device: device of the decoder.
         arithmetic: `bf16x3` or `bf16`; see `EngineConfig`.
         kv_dtype: dtype of cached keys and values.
-        tolerance: maximum difference of logits, relative to the largest; None: the default for the dtypes.
+        tolerance: maximum difference of logits, relative to the largest logit; None: the default for the
+            dtypes.
     """
     if find_spec("triton") is None:
         return "the GPU decoder needs Triton; install logprobe[cuda]"

@@ -106,7 +106,7 @@ class OwnLayer:
 
 
 def by_pieces(part: Dense | LowRank, x: Tensor) -> Tensor:
-    """Return the product of (rows, inputs) `x` with the matrices of `part`, (rows, outputs) float32.
+    """Multiply `x` (rows, inputs) by the matrices of `part`; return (rows, outputs) float32.
 
     Uses the Triton kernels.
     """
@@ -214,8 +214,8 @@ class CudaDecoder:
     def all_plans(self, pool: KVPool, prompts: Sequence[Array]) -> Iterator[tuple[list[int], SpanPlan]]:
         """Yield three plans for `prompts`: whole prompts, their second halves, and their last tokens.
 
-        The first plan fills the cache. `prompts` has the slots of each prompt's tokens. With each plan comes,
-        for every prompt, the index of the first token that the plan runs.
+        The first plan fills the cache. `prompts` has the slots of each prompt's tokens. Each is yielded as a
+        pair: for every prompt, the index of the first token that the plan runs; and the plan.
         """
         contexts = [slots.astype(np.int32) for slots in prompts]
         for starts in (
@@ -253,7 +253,7 @@ class CudaDecoder:
 
     @torch.inference_mode()
     def head(self, hidden: Tensor, lora: LoraWeights | None = None) -> Tensor:
-        """Return (rows, vocabulary) float32 logits for (rows, hidden size) states, all with `lora`."""
+        """Return float32 logits (rows, vocabulary) of states (rows, hidden size); all rows use `lora`."""
         logits = self.lm_head(norm(hidden, None, self._new_pieces(*hidden.shape)))
         if lora is not None:
             with self.loras.only(lora, len(hidden)):
@@ -267,7 +267,7 @@ class CudaDecoder:
 
     @torch.inference_mode()
     def normed(self, hidden: Array) -> Tensor:
-        """Return the final norm of (rows, hidden size) float32 states."""
+        """Apply the final norm to float32 states (rows, hidden size)."""
         rows = torch.from_numpy(hidden).to(self.device)
         return norm(rows, self.last_norm, rows)
 
@@ -351,7 +351,10 @@ class CudaDecoder:
         return torch.empty(self.num_pieces, num_rows, width, dtype=torch.bfloat16, device=self.device)
 
     def _product(self, layer: Linear, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the parts and the bias of a layer's product for pieces `x`, with each row's LoRA product."""
+        """Return the parts and the bias of a layer's product for pieces `x`.
+
+        If LoRA weights are in use, there is one part, which includes the bias and each row's LoRA product.
+        """
         if not self.loras.groups:
             return linear_parts(x, layer.weight), layer.bias
         out, rows = layer(x), join(x)
@@ -403,9 +406,10 @@ class CudaDecoder:
         *,
         after: Norm | None,
     ) -> None:
-        """Add a layer's product to the hidden states, in place, after the norm `after`, if any.
+        """Add a layer's product, normalized by `after` if given, to the hidden states, in place.
 
-        The new hidden states are written to `out` as pieces, after the norm `following`, if any.
+        If `out` is given, the new hidden states, normalized by `following` if given, are written to it as
+        pieces.
         """
         parts, bias = self._product(layer, x)
         factor = 1.0 if after is not None else self.spec.factors.residual
@@ -571,7 +575,7 @@ def _as_tensor(weight: Weight) -> Tensor:
 
 
 def _joined(parts: Sequence[Weight]) -> Weight:
-    """Return one contiguous matrix with the outputs of all parts, in the smallest format that is exact."""
+    """Concatenate the outputs of all parts in one contiguous matrix of the smallest exact format."""
     if len({part.shape[1] for part in parts}) != 1:
         raise ValueError("its projections have different numbers of inputs")
     blocks = [part for part in parts if isinstance(part, BlockWeight)]

@@ -1,7 +1,7 @@
 """Decode steps as CUDA graphs: one launch for all kernels of a step.
 
-There is one graph for each batch size in ROWS and each power of two, from MIN_KEYS up, that bounds the
-longest context; it is captured at its first use. A graph reads its inputs from buffers at fixed addresses.
+There is one graph for each batch size (ROWS) and each bound of the longest context (powers of two from
+MIN_KEYS up). A graph is captured at its first use, and reads its inputs from buffers at fixed addresses.
 Steps are padded to the batch size with empty rows.
 """
 
@@ -54,7 +54,7 @@ class StepGraphs:
         self._numbers = torch.arange(ROWS[-1], dtype=torch.int32, device=device)
 
     def can_run(self, plan: SpanPlan) -> bool:
-        """Return True if a plan is a decode step on this cache with at most ROWS[-1] texts that fit."""
+        """Return True if a plan is a decode step on this cache whose texts and contexts fit the buffers."""
         num_rows = len(plan.lengths)
         is_few = plan.pool is self._pool and 0 < num_rows <= ROWS[-1] and plan.is_decode
         return is_few and sum(map(len, plan.contexts)) <= self._num_slots

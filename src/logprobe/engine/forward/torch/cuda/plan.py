@@ -50,7 +50,7 @@ class SpanPlan:
 
     @property
     def longest_chunk(self) -> int:
-        """0: only attention on a CPU has chunks, for which the engine frees host memory."""
+        """Always 0: only attention on a CPU has chunks, whose scratch memory the engine returns."""
         return 0
 
     @property
