@@ -1,7 +1,7 @@
 """Find the distribution that reported logprobs fit best, measure errors, and find the cause if none fits.
 
-The replies to requests that differ only in the prompt (`Group`s) become a `Fitted`: each reported logprob
-with its exact value in the distribution that fits best. `judge` and `check_alternatives` add findings.
+The replies (`Group`s) to requests that differ only in the prompt become one `Fitted`, which has each reported
+logprob and its exact value in the best-fitting distribution. `judge` and `check_alternatives` add findings.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def finite(value: float) -> float | None:
 
 
 def is_impossible(theirs: Floats) -> NDArray[np.bool_]:
-    """Return a mask of the reported logprobs that say that a token is impossible."""
+    """Return a mask of the logprobs that mean an impossible token: not finite, or at most `IMPOSSIBLE`."""
     return np.asarray((theirs <= IMPOSSIBLE) | ~np.isfinite(theirs))
 
 
@@ -201,7 +201,7 @@ def rounding_of(numbers: Floats) -> str | None:
 
 
 def allowance_of(rounding: str | None, numbers: Floats) -> Floats:
-    """Return by how much rounding or truncation may have changed each logprob at most, in nats."""
+    """Return the most that rounding or truncation may have changed each logprob, in nats."""
     size = np.abs(np.where(is_impossible(numbers), 0.0, numbers))
     if rounding is None:
         return np.zeros(len(numbers))
@@ -269,7 +269,7 @@ def _causes(fitted: Fitted, used: NDArray[np.bool_]) -> Iterator[Cause]:
         if len(np.unique(fitted.ids[member])) >= 3:
             added[member] = np.median(fitted.theirs[member] - fitted.raw[member])
     if np.isfinite(added).any() and float(np.nanmedian(added)) > 0:
-        correction = "add log_kept_mass, the logarithm of the mass of what was kept, to each row"
+        correction = "add log_kept_mass, the log of the kept tokens' total probability, to each row"
         yield Cause("renormalised-unasked", "renormalised", correction, fitted.raw + added)
 
 
@@ -295,7 +295,7 @@ def _of_neighbours(fitted: Fitted, by: int, *, is_row: bool) -> Floats:
 
 
 def _temperature(fitted: Fitted, used: NDArray[np.bool_]) -> float:
-    """Return the temperature at which some of the raw rows fit the reported logprobs best."""
+    """Return the temperature at which a sample of the raw rows fits the reported logprobs best."""
     members = [member for row in fitted.by_row() if len(member := row[used[row]])]
     members = members[:: max(len(members) // MAX_SEARCHED, 1)][:MAX_SEARCHED]
     shape = len(members), max(map(len, members))
@@ -310,7 +310,7 @@ def _temperature(fitted: Fitted, used: NDArray[np.bool_]) -> float:
 
 
 def judge(fitted: Fitted, findings: Findings, max_nats: float) -> None:
-    """Add faults for the logprobs in `fitted`; if a cause explains them, set `fitted.name` accordingly."""
+    """Add faults for wrong logprobs in `fitted`; if a cause explains them, change `fitted` accordingly."""
 
     def add(kind: str, member: NDArray[np.bool_], detail: str = "", correction: str | None = None) -> None:
         if member.any():
@@ -340,7 +340,7 @@ def judge(fitted: Fitted, findings: Findings, max_nats: float) -> None:
     off = fitted.is_off(max_nats) & ~filled
     cause = cause_of(fitted, filled, max_nats)
     if cause is None:
-        detail = "{count} of {of} numbers are of no distribution that was asked, up to {worst} nats off"
+        detail = "{count} of {of} numbers fit no distribution that was requested, off by up to {worst} nats"
         add("does-not-fit", off, detail)
         return
     add(cause.kind, off, cause.detail, cause.correction)
