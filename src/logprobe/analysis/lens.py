@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 class LogitLens:
     """Predictions of the layers of a model after each token of a text (nostalgebraist 2020).
 
-    A layer's log-probabilities are the log-softmax of the model's output head, applied to the model's final
-    norm of the layer's hidden state. The final norm is part of the last hidden state already, so the last
-    layer's log-probabilities are the model's own.
+    A layer's log-probabilities are the log-softmax of the logits that the model's final norm and output head
+    compute from the layer's hidden state. The last hidden state is already normalized, so the last layer's
+    log-probabilities are the model's own.
     """
 
     token_ids: list[int]  # (T,) the text

@@ -140,7 +140,7 @@ class Circumstances:
             session.tell("prompts of many lengths")
             await self._score_lengths(session.prompt_form)
         else:
-            why = "it gives no prompt rows" if self.is_known else "rows of short prompts are wrong"
+            why = "the server returns no prompt rows" if self.is_known else "rows of short prompts are wrong"
             title = f"prompt lengths and scoring of generated tokens were not checked: {why}"
             self.comparison.findings.add("left-out", title, is_note=True)
 
@@ -254,7 +254,7 @@ class Circumstances:
                     ask = Ask(form=form, prompt=ids)
                     self._add("wrong-at-length", f"prompt of {size} tokens", ask, found)
                 else:
-                    unanswered = f"a prompt of {size} tokens is not answered with rows"
+                    unanswered = f"no prompt rows are returned for a prompt of {size} tokens"
                     self.comparison.findings.add("left-out", unanswered, is_note=True)
 
     async def _beside_exact(self, form: str, ids: tuple[int, ...]) -> Difference | None:

@@ -212,7 +212,8 @@ class Conformance:
 class Trial:
     """A request that uses one field.
 
-    `is_applied` tests for the effect; it returns None if the reply does not show whether there was one.
+    `is_applied` tests for the field's effect; it returns None if the reply does not show whether there was an
+    effect.
     """
 
     name: str

@@ -82,7 +82,7 @@ class Fitted:
         return np.asarray(self.errors > max_nats + self.allowance)
 
     def by_row(self) -> list[NDArray[np.int64]]:
-        """Return, for each row of a reply, the indices of its logprobs."""
+        """Return the indices of each row's logprobs, one array per row."""
         is_new = (np.diff(self.owner) != 0) | (np.diff(self.t) != 0)
         return np.split(np.arange(len(self.t)), np.flatnonzero(is_new) + 1)
 
@@ -174,7 +174,7 @@ def errors_of(fitted: Fitted) -> Errors:
 
 
 def filled_in(fitted: Fitted, max_nats: float) -> NDArray[np.bool_]:
-    """Return a mask of the wrong logprobs that were not computed: zeros, floors, or one repeated value."""
+    """Return a mask of the wrong logprobs that are placeholders: zeros, floors, or one repeated value."""
     off = fitted.is_off(max_nats)
     is_floor = is_impossible(fitted.theirs) & (fitted.ours > UNLIKELY)
     filled = off & ((fitted.theirs == 0) | is_floor)

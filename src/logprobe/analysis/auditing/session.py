@@ -72,7 +72,7 @@ class Session:
     def _check_ids(self, reply: Reply, ask: Ask) -> None:
         """Reject a reply with ids that our model does not have, or with far more ids than possible.
 
-        Each id costs a row of our model.
+        Our model computes a row for each id.
         """
         expected = len(str(ask.prompt) if ask.ids is None else ask.ids)
         for ids, limit in ((reply.prompt_ids, expected), (reply.completion_ids, ask.max_tokens)):
@@ -128,8 +128,8 @@ class Session:
             for extras in self.tried:
                 ask = Ask(form=form, prompt=TRIAL_TEXT, max_tokens=max_tokens, num_top=2).as_chat()
                 reply = await self._answer(ask, extras)
-                # Prefer a reply without rows to a refusal, and the last refusal, because the last request is
-                # the simplest one, to earlier refusals.
+                # Prefer a reply without rows to a refusal, and the last refusal to earlier ones, because the
+                # last request is the simplest.
                 if isinstance(reply, Reply) or not isinstance(best, Reply):
                     best = reply
                 if isinstance(reply, Reply) and _has_rows(reply, wants_prompt=ask.wants_prompt):

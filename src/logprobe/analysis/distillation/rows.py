@@ -109,7 +109,7 @@ class SequenceReader:
             after = lay_out(messages[: number + 1], self._text, Layout(add_generation_prompt=False))
             is_there = whole.startswith(after) and after.startswith(before)
             problem = (
-                "the chat template renders it differently if messages follow; end the conversation with it"
+                "is rendered differently if messages follow (chat template); end the conversation with it"
             )
             require(is_there, f"messages[{number}]", problem)
             start, end = np.searchsorted(starts, [len(before), len(after)]).tolist()
