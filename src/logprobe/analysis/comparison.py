@@ -502,7 +502,7 @@ def _of_words(pairs: Sequence[tuple[ScoredText, ScoredText]]) -> Comparison:
 
 
 def common_units(a: ScoredText, b: ScoredText) -> Iterator[tuple[str, float, float]]:
-    """Yield (text, logprob A, logprob B) for the shortest stretches of whole words in both tokenizations.
+    """Yield (text, logprob A, logprob B) for the shortest stretches that are whole words for both models.
 
     Stretches with an unscored token are skipped.
     """

@@ -71,7 +71,7 @@ class LogitLens:
 
         Args:
             layer: one of `layers`.
-            position: index of the token in the text; negative ones count from the end.
+            position: index of the token in the text; negative indices count from the end.
         """
         record = self.records[self.layers.index(layer)]
         start = range(len(self.token_ids))[position]
@@ -110,7 +110,7 @@ class LogitLens:
         }
 
     def plot(self) -> Picture:
-        """Plot each layer's most likely token after each token of the text, shaded by its probability.
+        """Plot each layer's most likely token after each token of the text, shaded by probability.
 
         Raises:
             ParameterError: matplotlib is not installed, or the records have no most likely tokens.

@@ -1,8 +1,8 @@
 """Estimate a model's uncertainty about a prompt from several sampled answers.
 
 A `DrawPlan` describes the requests, a client runs them, and the plan computes the result. The probability of
-an answer is the product over all of its tokens, including the stop token. Sums of probabilities count equal
-answers once.
+an answer is the product of its tokens' probabilities, including the stop token's. Sums of probabilities count
+equal answers once.
 """
 
 from __future__ import annotations

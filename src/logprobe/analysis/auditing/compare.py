@@ -68,7 +68,8 @@ class Comparison:
     def _group(self, ask: Ask, reply: Reply) -> Group | None:
         """Pair a reply's log-probabilities with the exact rows of the prompt that they fit.
 
-        If they do not fit the prompt that was sent, other prompts are tried, and a fault is added.
+        If they do not fit the prompt that was sent, and another prompt or model fits far better, the exact
+        rows of that prompt or model are used, and a fault is added.
         """
         own = self.reader.tokens.encode_ask(ask)
         ids = own if reply.prompt_ids is None else reply.prompt_ids

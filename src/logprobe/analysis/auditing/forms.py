@@ -154,7 +154,7 @@ def read(value: Any, ask: Ask, what: str) -> Reply | Refusal:
     """Parse the JSON of a reply; `what` names the request in errors.
 
     Raises:
-        ServerError: the JSON does not match OpenAI's schema.
+        ServerError: the JSON does not match OpenAI's schema, has no choices, or has too many events.
     """
     if isinstance(value, Refusal):
         return value

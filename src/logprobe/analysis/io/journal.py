@@ -132,8 +132,8 @@ class Journal(Generic[S]):
         summary_type: class of the run's summary.
         folder: folder for the output files (`share`) and the `run.json`. If None, the parts are joined into
             one file at `path`, with `<path>.run.json` next to it.
-        resume: continue an earlier run. If that run had finished, `summary` is its summary; otherwise it is
-            None.
+        resume: continue an earlier run. If that run had finished, the attribute `summary` is its summary;
+            otherwise `summary` is None.
         force: replace an existing output.
 
     Raises:
