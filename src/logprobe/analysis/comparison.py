@@ -105,7 +105,8 @@ class Comparison:
     kl_error_by_position: NDArray[np.float64] | None = field(default=None, repr=False)
     acceptance_error_by_position: NDArray[np.float64] | None = field(default=None, repr=False)
     # (num_positions, layers with experts): True if the token before the position has other experts in B than
-    # in A. None unless both models are native mixtures with as many experts, experts per token and layers.
+    # in A. None unless both models are native MoE models with equal numbers of experts, experts per token and
+    # layers.
     route_changes: NDArray[np.bool_] | None = field(default=None, repr=False)
 
     @property

@@ -30,7 +30,7 @@ TOLERANCE: Final = 1e-7  # a sum may be too small by this fraction
 MAX_STEPS: Final = 1024  # next-token rows for all sums after the same tokens, divided evenly,
 MIN_STEPS: Final = 128  # but at least this many rows for each sum
 STEPS_AT_ONCE: Final = 16  # rows that one sum requests at once
-MAX_ENDS: Final = 4  # maximum number of covers after which the tokens after the bytes are scored
+MAX_ENDS: Final = 4  # maximum number of covers from which the tokens that follow the bytes are scored
 ENDS_TOLERANCE: Final = 1e-5  # a cover with a smaller fraction of all covers' probability is not continued
 
 TokenIds: TypeAlias = "tuple[int, ...]"

@@ -38,7 +38,7 @@ FITS_NATS: Final = 0.1  # maximum mean distance at which a distribution matches
 FIT_POSITIONS: Final = 32  # number of positions used to fit an unknown temperature
 FIT_GAIN: Final = 4.0  # a fitted temperature must be this many times closer than the known distributions
 FAR_NATS: Final = 10.0  # cap on distances, which are infinite for tokens that are possible on one side only
-HAIR_NATS: Final = 1e-9  # means that differ by less are equal
+HAIR_NATS: Final = 1e-9  # mean distances that differ by less count as equal
 ROUNDING: Final = 1e-5  # the probabilities in a whole float32 row may sum to as little as 1 minus this
 
 

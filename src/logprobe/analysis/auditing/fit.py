@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from logprobe.analysis.auditing.tokens import Tokens
     from logprobe.analysis.measures import Floats
 
-CAP: Final = 3.0  # nats; maximum error that one logprob counts against a distribution
+CAP: Final = 3.0  # nats; maximum error of one logprob in the comparison of distributions
 IMPOSSIBLE: Final = -9000.0  # nats; servers write -9999 for a probability of zero
 UNLIKELY: Final = -80.0  # nats; a float32 softmax underflows below about this value
 BETTER: Final = 5.0  # a cause must explain logprobs this many times better than the requested distribution
 SYSTEMATIC: Final = 0.2  # share of wrong logprobs above which a common cause is searched for
-TAIL: Final = 0.9  # second quantile to check, because a constant per row fits the median of any logprobs
+TAIL: Final = 0.9  # second quantile to check: adding a constant to each row can fit the median of all rows
 SAME_FACTOR: Final = 0.01  # two factors with a smaller relative difference are equal
 MIN_NUMBERS: Final = 20  # number of different logprobs needed to detect rounding
 TIE: Final = 1e-6  # nats; two logprobs with a smaller difference are equal
@@ -254,7 +254,7 @@ def _causes(fitted: Fitted, used: NDArray[np.bool_]) -> Iterator[Cause]:
         for by in (1, -1):
             for is_row in (False, True):
                 moved = _of_neighbours(fitted, by, is_row=is_row)
-                yield Cause("shifted", "none", f"take the row {-by:+d}", moved)
+                yield Cause("shifted", "none", f"for each token, take the row at offset {-by:+d}", moved)
     temperature = _temperature(fitted, used)
     if abs(temperature - 1) > SAME_FACTOR:
         factor = f"{temperature:.3g}"

@@ -236,5 +236,7 @@ class Reader:
                     evidence=[ask.evidence(at, token=token) for at, token in shown],
                     count=len(positions),
                     of=len(aligned.ids) - int(ask.wants_prompt),
-                    correction=f"take the row {-aligned.shift:+d}" if aligned.shift else None,
+                    correction=f"for each token, take the row at offset {-aligned.shift:+d}"
+                    if aligned.shift
+                    else None,
                 )

@@ -179,7 +179,7 @@ class BaselineWriter:
         limit = max_bytes(len(rows), size)
         own = len(rows) * BYTES_A_ROW + len(starts) * BYTES_A_START + BYTES_A_HEAD
         # With a vocabulary of a few hundred tokens, the columns alone take most of the limit. The rows then
-        # get half of the limit, so that the block exceeds it.
+        # get half of the limit, and the block exceeds the limit.
         kept, packed = kept_within(rows, max(limit - own, limit // 2), self.num_rows)
         columns: dict[str, Any] = {
             "token_ids": token_ids,
