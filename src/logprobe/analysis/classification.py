@@ -20,7 +20,7 @@ class Confidence:
 
     labels: tuple[str, ...]
     shares: Floats  # (L,) fitted probabilities, which sum to 1
-    label_set: tuple[str, ...]  # has the true label with the fit's coverage, or more; may be empty
+    label_set: tuple[str, ...]  # includes the true label with at least the fit's coverage; may be empty
 
     @property
     def label(self) -> str:

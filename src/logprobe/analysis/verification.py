@@ -37,7 +37,7 @@ class Verification:
     mean_difference: float  # nats, over all sampled log-probabilities
     max_difference: float  # nats
     tolerance: float  # nats
-    has_same_version: bool  # the reply names the versions of the verifier's weights and LoRA adapter
+    has_same_version: bool  # True if the reply names the versions of the verifier's weights and LoRA adapter
 
     @property
     def is_match(self) -> bool:

@@ -128,7 +128,7 @@ class Perplexity:
 
     logprob: float  # nats
     num_tokens: int
-    num_scored: int  # tokens; the first token of a window is not scored if no token precedes it
+    num_scored: int  # scored tokens; a token is not scored if no token precedes it in its window
     num_bytes: int
     num_scored_bytes: int
     num_words: int  # words are separated by white space
