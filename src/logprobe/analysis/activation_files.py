@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 INFO_KEY: Final = b"logprobe.info"
 LAYERS_KEY: Final = b"logprobe.layers"
 COLUMNS: Final = {"hidden_states": "prompt_hidden_states", "routed_experts": "prompt_routed_experts"}
-"""Column, and attribute of completions → attribute of `RequestOutput` with the prompt's values."""
+"""Maps a column (also the name of a completion's attribute) to the prompt's attribute of `RequestOutput`."""
 
 
 class _Part:
@@ -49,9 +49,10 @@ def activations_to_arrow(outputs: RequestOutput | Sequence[RequestOutput]) -> pa
 
     Columns: `request_id`; `completion` (index, null for prompt tokens); `position` (in the prompt or
     completion); `token_id`; `hidden_states`, a fixed-size list of layers, each a fixed-size list of float32;
-    `routed_experts`, a fixed-size list of layers with experts, each a fixed-size list of expert numbers. Row
-    i of a completion has the activations of the token before its token i. The metadata has the
-    `LogprobsInfo` (`logprobe.info`) and the requested layers (`logprobe.layers`) as JSON.
+    `routed_experts`, a fixed-size list of layers with experts, each a fixed-size list of expert numbers. In a
+    completion, row i has the id of token i and the activations that predicted it, those of the token before.
+    The metadata has the `LogprobsInfo` (`logprobe.info`) and the requested layers (`logprobe.layers`) as
+    JSON.
 
     Raises:
         ParameterError: an output has no activations, or outputs have different models, settings, layers or
@@ -82,10 +83,10 @@ def _nested(name: str, arrays: Sequence[Any], lengths: Sequence[int]) -> Any:
     from logprobe._arrow import pa
 
     shapes = {array.shape[1:] for array in arrays if array is not None}
-    require(len(shapes) == 1, "outputs", f"have {name} of different shapes; save them one by one")
+    require(len(shapes) == 1, "outputs", f"have {name} of different shapes; convert each shape separately")
     [(layers, width)] = shapes
     require(
-        not any(array is None for array in arrays), "outputs", f"only some have {name}; save those separately"
+        not any(array is None for array in arrays), "outputs", f"only some have {name}; pass those separately"
     )
     assert sum(lengths) == sum(map(len, arrays)), "each token has its activations"
     flat = np.concatenate([array.reshape(-1) for array in arrays])
@@ -124,8 +125,8 @@ def save_activations(path: str | Path, outputs: RequestOutput | Sequence[Request
     `activations_to_arrow`.
 
     Raises:
-        ParameterError: the suffix is another one, an output has no activations, or outputs have different
-            models, settings or layers.
+        ParameterError: the suffix is neither `.safetensors` nor `.parquet`, an output has no activations, or
+            outputs have different models, settings or layers.
         OutputError: the file cannot be written.
     """
     where = Path(path)

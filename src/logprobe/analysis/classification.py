@@ -16,11 +16,11 @@ Floats: TypeAlias = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Confidence:
-    """Fitted probabilities of one answer."""
+    """Fitted probabilities of the labels of one answer."""
 
     labels: tuple[str, ...]
     shares: Floats  # (L,) fitted probabilities, which sum to 1
-    label_set: tuple[str, ...]  # has the true label with at least the fit's coverage; may be empty
+    label_set: tuple[str, ...]  # includes the true label with at least the fit's coverage; may be empty
 
     @property
     def label(self) -> str:

@@ -190,7 +190,7 @@ class ScoringClient(Client):
         return replace(answer, self_certainty=total / answer.num_tokens)
 
     def split(self, pair: tuple[Prompt, Prompt] | Split, boundary: BoundaryRule = "auto") -> Split:
-        """Convert a (context, continuation) pair to one sequence of ids; `split_texts` splits two texts.
+        """Convert a (context, continuation) pair to a `Split`; two texts are split by `split_texts`.
 
         Raises:
             ParameterError: `pair` is not a pair, pairs a text with ids, or has an empty continuation.
@@ -228,7 +228,7 @@ class ScoringClient(Client):
         call it `name`.
 
         Raises:
-            ParameterError: `token_ids` has invalid ids, or its lists are not one per token.
+            ParameterError: `token_ids` has invalid ids, or has lists but not one per token.
         """
         count = len(split.continuation)
         ids = named_ids(name, token_ids)

@@ -1,10 +1,10 @@
 """Compare two models on the same texts: KL divergence, differences in logprobs, importance ratios.
 
-A is the reference (or the trainer, or the model before a change). B is compared with A (a quantized model,
-the sampler, the model after the change). Models with the same vocabulary are compared token by token, models
-with different tokenizers on whole words and bytes. Outputs of `score_dataset` with tokens can be compared
-too, but only by logprobs, because they hold no whole distributions; `analysis.baseline` stores whole
-distributions.
+A is the reference (or the trainer, or the model before a change). B is the model that is compared with A
+(such as a quantized model, the sampler, or the model after the change). Models with the same vocabulary are
+compared token by token; models with different tokenizers are compared by whole words and in bits per byte.
+Outputs of `score_dataset` with tokens can be compared too, but only by logprobs, because they hold no whole
+distributions; `analysis.baseline` stores whole distributions.
 """
 
 from __future__ import annotations
@@ -105,14 +105,15 @@ class Comparison:
     kl_error_by_position: NDArray[np.float64] | None = field(default=None, repr=False)
     acceptance_error_by_position: NDArray[np.float64] | None = field(default=None, repr=False)
     # (num_positions, layers with experts): True if the token before the position has other experts in B than
-    # in A. None unless both models are native mixtures with as many experts, experts per token and layers.
+    # in A. None unless both models are native MoE models with equal numbers of experts, experts per token and
+    # layers.
     route_changes: NDArray[np.bool_] | None = field(default=None, repr=False)
 
     @property
     def changed_route_share(self) -> float | None:
-        """Share of positions whose prediction uses other experts in B than in A, in any layer.
+        """Share of positions that are predicted with other experts in B than in A, in any layer.
 
-        The position's own token does not count, but the token before it, from which it is predicted.
+        The experts are those of the token before the position, from which the position's token is predicted.
         """
         return None if self.route_changes is None else float(self.route_changes.any(axis=1).mean())
 
@@ -502,7 +503,7 @@ def _of_words(pairs: Sequence[tuple[ScoredText, ScoredText]]) -> Comparison:
 
 
 def common_units(a: ScoredText, b: ScoredText) -> Iterator[tuple[str, float, float]]:
-    """Yield (text, logprob A, logprob B) for the shortest stretches of words that both tokenizations share.
+    """Yield (text, logprob A, logprob B) for the shortest stretches that are whole words for both models.
 
     Stretches with an unscored token are skipped.
     """

@@ -1,9 +1,9 @@
-"""Confidence fitted to labeled answers: temperature or isotonic fits, and sets of labels with a coverage.
+"""Fit confidences to labeled answers, by temperature or isotonic fits; form label sets with a given coverage.
 
 Plan of `calibrate`: a seeded shuffle splits the answers in three. The first half fits the probabilities, a
 quarter sets the threshold of the label sets (split conformal prediction, Vovk et al. 2005), and the last
-quarter measures the calibration error and Brier score before and after, and the coverage. scikit-learn (extra
-`eval`) fits isotonic curves; everything else needs only NumPy.
+quarter measures the coverage, and the calibration error and Brier score before and after the fit.
+scikit-learn (extra `eval`) fits isotonic curves; everything else needs only NumPy.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FitReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Figures on answers that were used neither for the fit nor for the threshold."""
+    """Measures on held-out answers, which were used neither for the fit nor for the threshold."""
 
     num_fitted: int
     num_threshold: int
@@ -72,7 +72,7 @@ class FitReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class FittedConfidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A fit by `calibrate`, which is saved as JSON and applied to further answers of the same task."""
+    """A fit by `calibrate`, which can be saved as JSON and applied to further answers of the same task."""
 
     version: int
     labels: tuple[str, ...]
@@ -87,7 +87,8 @@ class FittedConfidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         """Return the fitted probabilities of an answer.
 
         Raises:
-            ParameterError: the answer has other labels than the fit, or is not a number in [0, 1].
+            ParameterError: the answer has other labels than the fit, or is neither a `Classification` nor a
+                number in [0, 1].
         """
         labels, logprobs = _read_answer(answer, "answer")
         self.check_labels(labels)
@@ -96,7 +97,7 @@ class FittedConfidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         return Confidence(labels, shares, label_set)
 
     def check_labels(self, labels: tuple[str, ...]) -> None:
-        """Raise `ParameterError` if the labels are not those of the fit, in their order."""
+        """Raise `ParameterError` if the labels or their order differ from the fit's."""
         fitted = f"was fitted for the labels {[*self.labels]}, got {[*labels]}"
         require(labels == self.labels, "confidence", f"{fitted}; give the same labels in the same order")
 
@@ -131,10 +132,10 @@ class FittedConfidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             check_version(msgspec.json.decode(data, type=Versioned).version, VERSION, path)
             fit = msgspec.json.decode(data, type=cls)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise InputError(f"{path}: is not a fit of confidence: {error}") from error
+            raise InputError(f"{path}: is not a saved fit of `calibrate`: {error}") from error
         if not fit._is_valid():  # noqa: SLF001 - own class
             raise InputError(
-                f"{path}: is not a fit of confidence: its values are inconsistent; save the fit again"
+                f"{path}: is not a saved fit of `calibrate`: its values are inconsistent; save the fit again"
             )
         return fit
 
@@ -163,7 +164,7 @@ def calibrate(
     coverage: float = 0.9,
     seed: int = 0,
 ) -> FittedConfidence:
-    """Fit the confidence in answers to their true labels.
+    """Fit a correction of label probabilities, or of confidences, to answers with known true labels.
 
     Args:
         outputs: results of `LLM.classify`, all with the same labels; or confidences in [0, 1] of any answers,
@@ -172,14 +173,14 @@ def calibrate(
         method: `temperature` divides the log-probabilities by one number (Guo et al. 2017); `isotonic` fits a
             nondecreasing curve for each label and normalizes (Zadrozny and Elkan 2002), which needs more
             answers, about a thousand.
-        coverage: probability that the label set of a further answer contains its true label, if that answer
-            and the labeled ones are exchangeable.
-        seed: of the split into answers that fit, set the threshold, and are held out.
+        coverage: probability that the label set of a further answer contains that answer's true label, if the
+            answer and the labeled ones are exchangeable.
+        seed: seed of the shuffle before the answers are split (fit, threshold, held out).
 
     Raises:
         MissingPackageError: scikit-learn is not installed, which `isotonic` needs.
         ParameterError: there are fewer than 20 outputs or too few for the coverage (0.9 needs about 36), the
-            outputs have different labels, a label is unknown, or all true labels in the half that is fitted
+            outputs have different labels, a label is unknown, or all true labels in the half used for the fit
             are equal (the half depends on `seed`).
 
     Example:
@@ -261,8 +262,8 @@ def _softmax(logprobs: Floats) -> Floats:
 def _temperature(logprobs: Floats, truth: npt.NDArray[Any]) -> float:
     """Return the temperature of the highest likelihood, within `TEMPERATURES`.
 
-    The derivative of the loss by the inverse temperature b, the mean of E[x] - x_true with x = `logprobs` and
-    the expectation at b, grows with b, so bisection finds its zero.
+    Let x be `logprobs` and b the inverse temperature. The derivative of the loss with respect to b is the
+    mean of E[x] - x_true, where E is the expectation at b. It grows with b, so bisection finds its zero.
     """
     rows = logprobs - logprobs.max(axis=1, keepdims=True)
     right = rows[np.arange(len(truth)), truth]
@@ -289,10 +290,10 @@ def _curves(shares: Floats, truth: npt.NDArray[Any]) -> tuple[Curve, ...]:
 
 
 def _threshold(shares: Floats, coverage: float) -> float:
-    """Return the probability from which labels are in a set.
+    """Return the lowest fitted probability at which a label is in a label set.
 
-    Of n + 1 exchangeable answers, the true label's probability of the last one is below the k-th lowest of
-    the others with probability k / (n + 1) at most.
+    Take the fitted probability of the true label of each of n + 1 exchangeable answers. The last answer's is
+    below the k-th lowest of the n others with a probability of at most k / (n + 1).
     """
     num = len(shares) + 1
     k = num - math.ceil(num * coverage - ROUNDING)

@@ -1,13 +1,14 @@
 """Probability of given bytes after a token sequence, summed over all tokenizations of the bytes.
 
-A cover of some bytes is a token sequence that spells the bytes and of which only the last token may extend
-past their end. The number of covers grows exponentially with the number of bytes, but a few covers have
-nearly all the probability. `Covers` therefore extends the likeliest prefixes first, until the remaining ones
-cannot change the sum (`TOLERANCE`) or the limit on next-token distributions ("rows") is reached. `SpanSum`
-computes several sums after the same tokens and requests each row once.
+A cover of some bytes is a token sequence whose text begins with the bytes; only its last token may extend
+past the end of the bytes. The number of covers grows exponentially with the number of bytes, but a few covers
+have nearly all the probability. `Covers` therefore extends the likeliest prefixes first, until the remaining
+ones cannot change the sum (`TOLERANCE`) or the limit on next-token distributions ("rows") is reached.
+`SpanSum` computes several sums after the same tokens and requests each row once.
 
-Numerators are lower bounds and the denominator is an upper bound, so no conditional probability is too large,
-and the probabilities of texts of which none is a prefix of another sum to at most 1.
+A conditional probability is the sum for the tail of the context with the continuation, divided by the sum for
+the tail alone. The numerator is a lower bound and the denominator an upper bound, so no conditional
+probability is too large: over texts none of which is a prefix of another, they sum to at most 1.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ TOLERANCE: Final = 1e-7  # a sum may be too small by this fraction
 MAX_STEPS: Final = 1024  # next-token rows for all sums after the same tokens, divided evenly,
 MIN_STEPS: Final = 128  # but at least this many rows for each sum
 STEPS_AT_ONCE: Final = 16  # rows that one sum requests at once
-MAX_ENDS: Final = 4  # maximum number of covers after which the tokens after the bytes are scored
+MAX_ENDS: Final = 4  # maximum number of covers from which the tokens that follow the bytes are scored
 ENDS_TOLERANCE: Final = 1e-5  # a cover with a smaller fraction of all covers' probability is not continued
 
 TokenIds: TypeAlias = "tuple[int, ...]"
@@ -91,7 +92,7 @@ class Covers:
         return np.concatenate([last, *(ids for _, ids in self._index.within(rest))])
 
     def next_covers(self) -> list[Cover]:
-        """Return the prefixes to extend, or none if the rest is negligible or the row limit is reached."""
+        """Return the prefixes to extend, or none if they are negligible or the limit on rows is reached."""
         self._open.sort(key=lambda cover: (-cover.logprob, cover.token_ids))
         logprobs = np.array([cover.logprob for cover in self._open])
         # Log of the total probability of each prefix and all later ones: the most they could add to the sum.
@@ -135,14 +136,14 @@ class Covers:
 
 
 class Ask(NamedTuple):
-    """A request for the logprobs of the tokens `wanted` after the context's tokens and `token_ids`."""
+    """A request for the logprobs of the tokens `wanted`, given the context's tokens and then `token_ids`."""
 
     token_ids: TokenIds
     wanted: Ids  # ascending
 
 
 class SpanSum:
-    """Log-probabilities of continuations of one context, summed over all tokenizations of its last bytes.
+    """Log-probabilities of continuations of one context, summed over all tokenizations of the healed bytes.
 
     Call `take` with the rows that `next_asks` asks for, until `next_asks` returns none. Then score `rests`
     and call `logprobs`.
@@ -211,7 +212,7 @@ class SpanSum:
     def rests(self) -> list[list[tuple[Cover, IntArray]]]:
         """Return each split's likeliest covers, each with the tokens to score after it.
 
-        The list of a split is empty if no tokens follow the bytes that are summed over.
+        The list of a split is empty if no tokens follow the healed bytes.
         """
         return [
             []
@@ -223,7 +224,8 @@ class SpanSum:
     def logprobs(self, rests: Sequence[Sequence[float]]) -> list[float]:
         """Return log P(continuation given context) for each split, in nats.
 
-        `rests` has the log-probabilities, in nats, of the tokens that the method `rests` returned.
+        `rests` has, for each split, the logprob (nats) of the tokens that the method `rests` paired with each
+        cover.
         """
         bound = self._tail.upper_bound
         found = []

@@ -72,8 +72,8 @@ def distributions(
     Args:
         rows: (T, V) raw log-probabilities, in nats.
         shaping: the request's parameters.
-        changed: (T, V) logits after masks, biases or penalties, by name; the names of distributions made from
-            these logits start with this name and a plus.
+        changed: (T, V) logits after masks, biases or penalties, by name. Further distributions made from
+            these logits have names such as `masked+kept`.
     """
     raw = np.asarray(rows, np.float64)
     shaped = _shaped(raw, shaping)

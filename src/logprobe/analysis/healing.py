@@ -65,8 +65,8 @@ class Healer:
 
         Args:
             splits: contexts with their continuations.
-            outputs: the output of each split's own request. If its weights are not the weights of the sums,
-                the result is an error.
+            outputs: the output of each split's own request. If that request ran with other weights than the
+                sums, the split's result is an error.
         """
         numbers: list[float | LogprobeError | None] = [None] * len(splits)
         groups = group_splits(splits)
@@ -142,7 +142,7 @@ def _batches(items: Sequence[T]) -> Iterator[Sequence[T]]:
 
 
 def _before_row(given: IntArray, ask: Ask) -> Split:
-    """Return a split whose last position has the requested row; its last token is not run and may be any."""
+    """Return a split whose last position has the requested row; the last token is arbitrary."""
     ids = np.concatenate([given, np.array(ask.token_ids, np.int32), ask.wanted[:1].astype(np.int32)])
     return Split(ids, len(ids) - 1)
 

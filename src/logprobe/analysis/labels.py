@@ -1,7 +1,8 @@
 """Probabilities of candidate answers: classification labels, relevance of documents, grades from a judge.
 
 A `Plan` lists the pairs to score and computes the result from the scores. Blocking and async callers use the
-same plans. The probability of an answer is the product over all of its tokens, not just the first token's.
+same plans. The probability of an answer is the product of all its tokens' probabilities, not just the first
+token's.
 """
 
 from __future__ import annotations
@@ -194,9 +195,9 @@ def _classified(
 
 
 def _sums(scores: Sequence[Score], named: Mapping[str, list[str]], *, per_token: bool = False) -> Floats:
-    """Return, for each label, the log-probability of any of its texts, (L,) nats.
+    """Return, for each label, the log of the total probability of the label's texts, (L,) nats.
 
-    With `per_token`, the mean per token takes the place of each text's log-probability.
+    With `per_token`, each text counts with its mean log-probability per token.
     """
     numbers = iter([score.mean_logprob if per_token else score.logprob for score in scores])
     return np.array([np.logaddexp.reduce([next(numbers) for _ in texts]) for texts in named.values()])
@@ -419,7 +420,7 @@ def _further_logprob(longer: Score, shorter: Score, shorter_pair: Pair) -> float
 
 
 def _is_one(prompts: Asked | Sequence[Asked]) -> bool:
-    """Return True for a text, a dict, a list of token ids or a conversation."""
+    """Return True if `prompts` is one prompt: a text, a dict, a list of token ids or a conversation."""
     if isinstance(prompts, str | Mapping):
         return True
     first: Any = prompts[0]
@@ -439,12 +440,12 @@ def _as_many(prompts: Asked | Sequence[Asked]) -> list[Asked]:
 
 
 def _pairs(edge: TextEdge, prompt: Asked, texts: Sequence[str], read: ReadMessages | None) -> list[Pair]:
-    """Pair a prompt with each text; all pairs are scored by tokens, or all by bytes.
+    """Pair a prompt with each text; either all pairs are scored by tokens, or all by bytes.
 
     All pairs have the same context, so the engine computes the prompt once.
 
     Raises:
-        ParameterError: the prompt is neither a text nor a conversation, or cannot be split.
+        ParameterError: the prompt is not a text, token ids or a conversation, or cannot be split from a text.
     """
     plain = plain_prompt(prompt)
     if isinstance(plain, str):

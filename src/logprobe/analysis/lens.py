@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 class LogitLens:
     """Predictions of the layers of a model after each token of a text (nostalgebraist 2020).
 
-    A layer's log-probabilities are the log-softmax of the model's output head, applied to the model's final
-    norm of the layer's hidden state. The final norm is part of the last hidden state already, so the last
-    layer's log-probabilities are the model's own.
+    A layer's log-probabilities are the log-softmax of the logits that the model's final norm and output head
+    compute from the layer's hidden state. The last hidden state is already normalized, so the last layer's
+    log-probabilities are the model's own.
     """
 
     token_ids: list[int]  # (T,) the text
@@ -71,7 +71,7 @@ class LogitLens:
 
         Args:
             layer: one of `layers`.
-            position: index of the token in the text; negative ones count from the end.
+            position: index of the token in the text; negative indices count from the end.
         """
         record = self.records[self.layers.index(layer)]
         start = range(len(self.token_ids))[position]
@@ -110,7 +110,7 @@ class LogitLens:
         }
 
     def plot(self) -> Picture:
-        """Plot each layer's most likely token after each token of the text, shaded by its probability.
+        """Plot each layer's most likely token after each token of the text, shaded by probability.
 
         Raises:
             ParameterError: matplotlib is not installed, or the records have no most likely tokens.

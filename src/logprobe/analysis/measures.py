@@ -177,7 +177,7 @@ def total_variation(rows: npt.ArrayLike, others: npt.ArrayLike) -> Floats:
 def lumped(logprobs: npt.ArrayLike) -> Floats:
     """Append to each row the log of the total probability of all tokens that are missing from the row.
 
-    The KL divergence or total variation between two lumped rows is a lower bound on the one between the whole
+    The KL divergence or total variation between two lumped rows is a lower bound on its value for the whole
     rows. The appended probability is at least `MIN_REST`, because a zero that is only a rounding error would
     make the KL divergence infinite.
 
@@ -216,7 +216,7 @@ def choice_probabilities(logprobs: npt.ArrayLike) -> Floats:
 
 
 def mean_and_error(values: npt.ArrayLike) -> tuple[float, float | None]:
-    """Return the mean and its standard error (sample deviation / √n), None with fewer than two values."""
+    """Return the mean and its standard error (sample deviation / √n; None with fewer than two values)."""
     numbers = np.asarray(values, np.float64)
     if len(numbers) < 2:
         return float(numbers.mean()), None
@@ -294,7 +294,8 @@ def group_means(values: npt.ArrayLike, window: int) -> Floats:
 def threshold(confidences: npt.ArrayLike, is_correct: npt.ArrayLike, *, accuracy: float) -> float | None:
     """Return the lowest confidence c such that the answers with confidence >= c reach `accuracy`, or None.
 
-    Answers with equal confidence are all above c or all below it. With few answers c may not generalize.
+    Answers with equal confidence are either all counted or all left out. With few answers, c may not
+    generalize.
 
     Raises:
         ParameterError: no answers, confidences outside [0, 1], different lengths, or an invalid `accuracy`.
@@ -349,8 +350,8 @@ def min_k_plus(
 
     `share` is the fraction of tokens to average. m_t and s_t are the mean and the standard deviation of
     log p(z | x_<t) with z sampled from p(· | x_<t): minus the entropy, and the square root of the varentropy.
-    If s_t is 0, a token at the mean counts as 0. A higher value suggests that the model was trained on the
-    text (Zhang et al. 2024, https://arxiv.org/abs/2404.02936).
+    If s_t is 0, a token whose logprob is m_t counts as 0. A higher value suggests that the model was trained
+    on the text (Zhang et al. 2024, https://arxiv.org/abs/2404.02936).
 
     Raises:
         ParameterError: `share` is outside (0, 1].

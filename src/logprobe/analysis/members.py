@@ -25,10 +25,10 @@ class Members:
     """Log-probability of each member of an enum at one place in a JSON reply, summed over all tokenizations.
 
     A member is scored as the complete JSON text that `json.dumps(ensure_ascii=False)` writes, with numbers as
-    in grammars (`1` for 1.0). A string ends with its closing quote; after a number or a word (`12`, `true`),
-    a character that JSON allows there must follow. The context is the reply up to the value: its tokens
-    before the token in which the value starts, and that token's bytes before the value. The sum includes
-    token sequences whose last token extends past the end of the member.
+    in grammars (`1` for 1.0). The text of a string ends with the closing quote; a number or a word (`12`,
+    `true`) must be followed by a character that JSON allows there. The context is everything up to the value:
+    the tokens before the token in which the value starts, and the bytes of that token before the value. The
+    sum includes token sequences whose last token extends past the end of the member.
     """
 
     values: tuple[Any, ...]  # M members, in the schema's order
@@ -78,10 +78,10 @@ class Members:
 class FieldDistribution:
     """One value in a JSON reply, with its log-probability and the other values that the schema allows.
 
-    The lower and upper bound in `raw` and `processed` are normally equal: if the value shares a token with
+    The lower and upper bound in `raw` and `processed` are normally equal. If the value shares a token with
     the text around it, the token's log-probability is divided at the boundary, using the total probability of
     all tokens with the same bytes up to the boundary. The bounds differ if the limit on rows was too small
-    for this, or if something other than a grammar changed the distribution of `processed`.
+    for this division, or if something other than a grammar changed the distribution of `processed`.
     """
 
     pointer: str  # RFC 6901

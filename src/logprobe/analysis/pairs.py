@@ -93,7 +93,7 @@ def _logprobs(
         except ParameterError as error:
             if error.parameter != "texts":
                 raise
-            where = f"of the texts from pair {first} on, "
+            where = f"among the texts from pair {first} on, "
             raise ParameterError("pairs", where + str(error).removeprefix("texts: ")) from error
         for number, text in enumerate(scored):
             remedy = "has a text without scored tokens; use bos=True"

@@ -178,7 +178,7 @@ def read_rollouts(
         logprobs: name of the column with the logprobs, if the file has several.
 
     Raises:
-        InputError: the file is none of these, or its columns are inconsistent.
+        InputError: the file has none of these formats, or its columns are inconsistent.
     """
     with reading(path), pq.ParquetFile(path) as file:
         check_parquet(file.schema_arrow.metadata, path)
@@ -258,7 +258,7 @@ def _column(row: Mapping[str, Any], what: str, dtype: Any, length: int | None = 
     if dtype is np.int64 and not _are_ids(array):
         raise InputError(f"{what} contains an invalid token id")
     if np.isposinf(array).any():
-        raise InputError(f"{what} contains an infinite number")
+        raise InputError(f"{what} contains +inf")
     return array.astype(dtype)
 
 
@@ -275,7 +275,7 @@ def _alternatives(row: Mapping[str, Any], num_tokens: int, end: int) -> Alternat
     if not _are_ids(token_ids):
         raise InputError("top_ids contains an invalid token id")
     if not (numbers < np.inf).all():
-        raise InputError("top_logprobs contains NaN or an infinite number")
+        raise InputError("top_logprobs contains NaN or +inf")
     return Alternatives(
         offsets=np.cumsum([0, *widths]), token_ids=token_ids.astype(np.int64), logprobs=numbers
     )

@@ -38,7 +38,7 @@ FITS_NATS: Final = 0.1  # maximum mean distance at which a distribution matches
 FIT_POSITIONS: Final = 32  # number of positions used to fit an unknown temperature
 FIT_GAIN: Final = 4.0  # a fitted temperature must be this many times closer than the known distributions
 FAR_NATS: Final = 10.0  # cap on distances, which are infinite for tokens that are possible on one side only
-HAIR_NATS: Final = 1e-9  # means that differ by less are equal
+HAIR_NATS: Final = 1e-9  # mean distances that differ by less count as equal
 ROUNDING: Final = 1e-5  # the probabilities in a whole float32 row may sum to as little as 1 minus this
 
 
@@ -83,8 +83,8 @@ class RolloutReport:
     scale: float | None  # the fitted temperature if `distribution` is "scaled"
     errors: dict[str, float]  # by distribution: mean distance of the stored logprobs, nats
     correction: str | None  # advice; None if nothing needs correction or the cause is unknown
-    as_stored: Mismatch  # with the trainer's target distribution
-    corrected: Mismatch | None  # with `distribution`, so that only numerical noise is left; None if "none"
+    as_stored: Mismatch  # of the stored logprobs with the trainer's target distribution
+    corrected: Mismatch | None  # with the trainer's `distribution`: only numerical noise; None if "none"
 
     def is_right(self, max_nats: float) -> bool:
         """Return True if every stored logprob is within `max_nats` of the logprob under the target."""
@@ -125,10 +125,10 @@ def compare_rollouts(
         rollouts: the sampler's completions: a Parquet file for `read_rollouts`, or `Rollout`s.
         other: the trainer: an `LLM`, a transformers model (used in its current train or eval mode), or the
             same completions as stored by the trainer.
-        temperature: temperature of the samples. None reads it from the rollouts; the default is 1.
-        top_k: top-k of the samples; 0 keeps all tokens. None reads it from the rollouts; the default is 0.
-        top_p: top-p of the samples. None reads it from the rollouts; the default is 1.
-        min_p: min-p of the samples. None reads it from the rollouts; the default is 0.
+        temperature: temperature of the samples. None reads it from the rollouts, or uses 1 if they lack it.
+        top_k: top-k of the samples; 0 keeps all tokens. None reads it from the rollouts, or uses 0.
+        top_p: top-p of the samples. None reads it from the rollouts, or uses 1.
+        min_p: min-p of the samples. None reads it from the rollouts, or uses 0.
         prompts: prompt ids by completion name, for files without prompts.
 
     Raises:
@@ -418,7 +418,7 @@ def _stored_numbers(
 
 
 def _renormalised(numbers: Floats, sampler: _Entries, mass: Floats) -> Floats:
-    """Renormalize logprobs over the tokens that the sampler kept, to which it gives more than -inf."""
+    """Renormalize logprobs over the tokens that the sampler kept, whose logprobs in `sampler` are finite."""
     return np.where(np.isneginf(sampler.logprobs), -np.inf, numbers - mass[:, None])
 
 
@@ -475,8 +475,8 @@ def _correction(
         return f"divide the trainer's logits by {scale:.4g}: the sampler's logprobs use that temperature"
     if distribution == "raw" != target:
         return (
-            f"let the sampler report logprobs at its temperature of {shaping.divisor:g} (processed "
-            "logprobs, plus log_kept_mass), because the trainer uses it: the stored ones are raw"
+            f"let the sampler report logprobs at its temperature of {shaping.divisor:g} (processed logprobs) "
+            "and log_kept_mass: the stored logprobs are raw, but the trainer's are at that temperature"
         )
     return None
 

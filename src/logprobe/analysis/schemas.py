@@ -1,4 +1,4 @@
-"""Enumerates the values that a JSON schema allows at a position of a document, if it lists them."""
+"""Enumerates the values that a JSON schema allows at a position of a document, if the schema lists them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TELLING: Final = frozenset(
 _TYPES: Final[dict[str, list[Any]]] = {"boolean": [True, False], "null": [None]}
 
 Way: TypeAlias = "tuple[Mapping[str, Any], ...]"
-"""The subschemas that apply together at a position if one of its combinations of alternatives is chosen."""
+"""One combination of alternatives at a position: the subschemas that apply together."""
 
 
 def json_text(value: Any) -> str:
@@ -182,7 +182,7 @@ class _Layout:
         require(self._left >= 0, "schema", _TOO_MANY)
 
     def _choices(self, schema: Mapping[str, Any]) -> Iterator[list[Any]]:
-        """Yield lists of alternatives: one subschema of each list must hold besides the schema's keywords."""
+        """Yield lists of alternatives; besides the schema's keywords, one subschema per list must hold."""
         if "$ref" in schema:
             yield [self._referred(schema["$ref"])]
         yield from ([part] for part in _list(schema.get("allOf")))
@@ -205,7 +205,7 @@ class _Layout:
 
 
 def _check_ways(count: int) -> None:
-    require(count <= MAX_WAYS, "schema", f"has a position with more than {MAX_WAYS:,} alternatives")
+    require(count <= MAX_WAYS, "schema", f"has over {MAX_WAYS:,} alternatives at one position; use fewer")
 
 
 def _ids(parts: Iterable[Any]) -> tuple[int, ...]:

@@ -40,7 +40,7 @@ class Score:
     token_logprobs: list[float]  # (num_tokens,), nats
     token_ids: list[int]  # (num_tokens,)
     ranks: list[int]  # (num_tokens,), 1 + number of strictly more likely tokens
-    is_greedy: bool  # True if every token was the most likely one (ties count)
+    is_greedy: bool  # True if every token was the most likely one, or tied with it
     num_tokens: int
     num_bytes: int  # UTF-8 bytes of the continuation
     num_chars: int  # Unicode code points of the continuation

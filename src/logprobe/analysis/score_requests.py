@@ -60,7 +60,7 @@ def _admit_forced(
     reports: SamplingParams,
     request_id: str | None,
 ) -> Admitted:
-    """Admit a request that scores under `sampling`: in one pass, or step by step with logits processors."""
+    """Admit a request that scores under `sampling`: in one pass or, with processors, token by token."""
     forced = split.continuation
     asked = _forced_params(sampling, len(forced), reports)
     admitted = requests.admit(split.context, asked, forced_token_ids=forced, request_id=request_id)
@@ -109,7 +109,7 @@ def at_temperature(temperature: float) -> SamplingParams:
 
 
 def _named_after(params: SamplingParams, start: int) -> SamplingParams:
-    """Shift lists of token ids, one per position, so that the first applies to prompt position `start`."""
+    """Shift per-position lists of token ids so that the first list applies to prompt position `start`."""
     ids = params.logprob_token_ids
     return replace(params, logprob_token_ids=ids.after(start)) if isinstance(ids, IdLists) else params
 

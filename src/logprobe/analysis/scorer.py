@@ -70,7 +70,7 @@ def prefix_of(text: TextEdge, bos: bool | None) -> IntArray:
 
     Args:
         text: encodes text.
-        bos: True returns BOS, False nothing, and None whatever the tokenizer puts before a text.
+        bos: True returns BOS, False nothing, and None returns BOS if the tokenizer puts it before texts.
 
     Raises:
         ParameterError: `bos` is True and the model has neither BOS nor EOS.

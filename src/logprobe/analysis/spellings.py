@@ -69,7 +69,7 @@ _INDEXES: WeakKeyDictionary[Vocabulary, dict[int, TokenIndex]] = WeakKeyDictiona
 
 
 def token_index(edge: TextEdge, vocab_size: int) -> TokenIndex:
-    """Return a `TokenIndex` of a tokenizer's tokens with ids below `vocab_size`, cached."""
+    """Return the cached `TokenIndex` of a tokenizer's tokens with ids below `vocab_size`."""
     known = _INDEXES.setdefault(edge.vocabulary, {})
     if vocab_size not in known:
         count = min(vocab_size, len(edge.vocabulary))
@@ -101,7 +101,7 @@ class Texts:
 
     Args:
         before: bytes before the texts that may share a token with a text.
-        texts: the texts; none may be a prefix of another, including the byte that follows.
+        texts: the texts; no text with the byte that follows it may be a prefix of another such text.
         followers: bytes, one of which must follow a text that is not complete by itself.
         may_end: if True, a special token may take the place of the following byte.
         index: the model's tokens.
@@ -181,7 +181,7 @@ class PathSum:
         self._begun = np.full(STAGES, -np.inf if texts.before else 0.0)
 
     def next_paths(self, most: int) -> list[Path]:
-        """Return up to `most` paths to extend, or none if the rest is negligible or no rows are left."""
+        """Return up to `most` paths to extend; none if all are negligible or the row limit is reached."""
         shares = self._shares()
         order = sorted(range(len(shares)), key=lambda i: (-shares[i], self._open[i].token_ids))
         kept = order[: min(int(np.sum(shares >= NEGLIGIBLE)), MAX_OPEN)]
@@ -237,7 +237,7 @@ class PathSum:
         return logsumexp([self._given_up[stage], *(path.logprobs[stage] for path in self._open)])
 
     def _shares(self) -> Floats:
-        """Return, for each open path, the largest of its fractions of the stages' total probabilities."""
+        """Return each open path's share of the total probability, in the stage where that share is larger."""
         if not self._open:
             return np.empty(0)
         logs = np.array([path.logprobs for path in self._open]).T

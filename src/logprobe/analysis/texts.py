@@ -110,7 +110,7 @@ class ScoredText:
     unit: NatsOrBits = "nats"  # unit of surprisals and tables
     # Set with `boundary="end"`. Without these two, a word's probability does not include the end of the word.
     begins_word: NDArray[np.bool_] | None = None  # (T,) True if the token begins a word
-    # (T + 1,) nats: log of the probability that some token that begins a word comes at position t.
+    # (T + 1,) nats: log of the total probability, at position t, of the tokens that begin a word.
     log_begin_mass: NDArray[np.float64] | None = None
 
     @property
@@ -368,8 +368,8 @@ def _place(window: Window) -> slice:
 def _read_tokens_and_masses(llm: Scorer, ids: Sequence[IntArray], settings: WindowSettings) -> list[Columns]:
     """Read the tokens as `_read_tokens` does, with the total probability of the tokens that begin a word.
 
-    This probability is computed before each token and after the last one, for which a dummy token is appended
-    to the sequence and dropped from the result.
+    The total probability is computed before each token and after the last one. For the latter, a dummy token
+    is appended to the sequence, and dropped from the result.
     """
     begins = begins_word(llm.text)
     cuts = [

@@ -1,8 +1,8 @@
 """Estimate a model's uncertainty about a prompt from several sampled answers.
 
 A `DrawPlan` describes the requests, a client runs them, and the plan computes the result. The probability of
-an answer is the product over all of its tokens, including the stop token. Sums of probabilities count equal
-answers once.
+an answer is the product of its tokens' probabilities, including the stop token's. Sums of probabilities count
+equal answers once.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class SampledAnswer:
     def mean_logprob(self) -> float:
         """Mean of the tokens' logprobs, in nats.
 
-        The exponential is uqlm's `normalized_probability` (Malinin & Gales).
+        The exponential of this value is uqlm's `normalized_probability` (Malinin & Gales).
         """
         return self.logprob / self.num_tokens
 
@@ -253,7 +253,7 @@ class Uncertainty:
 
     @property
     def discrete_semantic_entropy(self) -> float:
-        """Entropy of the fractions of answers, by count, in each set, in nats (Farquhar et al. 2024).
+        """Entropy, in nats, of the sets' shares of the number of answers (Farquhar et al. 2024).
 
         Equals lm-polygraph's `SemanticEntropyEmpirical` and uqlm's `discrete_entropy_values`.
         """
@@ -271,7 +271,7 @@ class Uncertainty:
 
     @property
     def monte_carlo_sequence_entropy(self) -> float:
-        """Mean surprisal of the answers, in nats, which estimates their entropy (Kuhn et al. 2023)."""
+        """Mean surprisal of the answers, in nats: an estimate of the sequence entropy (Kuhn et al. 2023)."""
         return -_mean([one.drawn_logprob for one in self._ended])
 
     @property

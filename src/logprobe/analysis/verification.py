@@ -1,4 +1,4 @@
-"""Verify that stored replies were computed with given weights, by their row digests."""
+"""Verify, by the digests in stored replies, that the replies were computed with given weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOLERANCE: Final = 0.001
 """Mean difference in nats up to which a reply matches; see docs/audit.md for how it was chosen."""
 MAX_FILE_BYTES: Final = 1 << 28
 BATCH: Final = 64  # choices whose rows are held at a time
-UNCHANGED: Final = "give the whole reply, as it came"
+UNCHANGED: Final = "pass the whole reply, unchanged"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class Verification:
     mean_difference: float  # nats, over all sampled log-probabilities
     max_difference: float  # nats
     tolerance: float  # nats
-    has_same_version: bool  # the reply states the versions of the verifier's weights and LoRA adapter
+    has_same_version: bool  # True if the reply names the versions of the verifier's weights and LoRA adapter
 
     @property
     def is_match(self) -> bool:

@@ -2,8 +2,8 @@
 
 How `encode_pieces` works: consecutive pieces of text overlap, and both pieces usually have the same sequence
 of tokens in the overlap. The earlier piece's tokens before that sequence, followed by the later piece's
-tokens from the sequence on, equal the tokens of the whole text, because text that follows a token changes it
-only if the token ends at most a few characters before.
+tokens from the sequence on, equal the tokens of the whole text. The reason is that text can change a token
+before it only if the token ends at most a few characters before the text.
 """
 
 from __future__ import annotations
@@ -51,8 +51,7 @@ class WindowSettings:
         """Return settings with defaults: the window is the model's context, the stride half a window.
 
         Raises:
-            ParameterError: the window is longer than the context plus one, or the stride longer than the
-                window.
+            ParameterError: the window is not in [2, context + 1], or the stride is not in [1, window].
         """
         limit: int = llm.engine.capabilities().max_model_len
         window = limit if window is None else window
@@ -129,7 +128,7 @@ class Perplexity:
 
     logprob: float  # nats
     num_tokens: int
-    num_scored: int  # tokens; the first token of a window is not scored if no token precedes it
+    num_scored: int  # scored tokens; a token is not scored if no token precedes it in its window
     num_bytes: int
     num_scored_bytes: int
     num_words: int  # words are separated by white space

@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 
 
 def stored_prompts(fitted: Fitted) -> Iterator[StoredPrompt]:
-    """Yield the log-probabilities of prompt tokens, or at each greedy completion's first position.
+    """Yield what to store: logprobs of prompt tokens, or those at the first position of greedy completions.
 
-    Only prompts without parameters and completions with just `temperature: 0` are stored.
+    Prompts are stored if they were requested without sampling parameters, and completions if they were
+    requested with `temperature: 0` alone.
     """
     if fitted.ask.params != ({} if fitted.ask.wants_prompt else {"temperature": 0}):
         return

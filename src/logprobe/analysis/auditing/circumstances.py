@@ -1,7 +1,8 @@
-"""Check log-probabilities under other circumstances: repeated, cached, concurrent, streamed, other lengths.
+"""Check log-probabilities of repeated, cached, concurrent and streamed requests, and of other prompt lengths.
 
-First, replies are compared with earlier replies to the same request (`Circumstance`). Then prompts of other
-lengths and prompts made of generated tokens are compared with the exact log-probabilities.
+First, replies are compared with earlier replies to the same request (`Circumstance`). Then the
+log-probabilities of prompts of other lengths, and of a prompt with generated tokens, are compared with the
+exact ones.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Difference:
 
 
 def difference(before: Reply, reply: Reply, wheres: Iterable[Where] = ("prompt", "completion")) -> Difference:
-    """Compare two replies row by row, with tokens identified as the server reports them."""
+    """Compare two replies row by row; tokens are matched by the id, text and bytes in the replies."""
     found = Difference()
     for where in wheres:
         pairs = zip_longest(getattr(before, where) or (), getattr(reply, where) or ())
@@ -139,14 +140,14 @@ class Circumstances:
             session.tell("prompts of many lengths")
             await self._score_lengths(session.prompt_form)
         else:
-            why = "it gives no prompt rows" if self.is_known else "rows of short prompts are wrong"
-            title = f"lengths and scored generations were not looked at: {why}"
+            why = "the server returns no prompt rows" if self.is_known else "rows of short prompts are wrong"
+            title = f"prompt lengths and scoring of generated tokens were not checked: {why}"
             self.comparison.findings.add("left-out", title, is_note=True)
 
     # -- comparison with an earlier reply ------------------------------------------------------------------
 
     def _circumstances(self, form: str, writer: str) -> Iterator[Circumstance]:
-        """Yield the circumstances for a form of repeated requests; `writer` is a form that generates."""
+        """Yield the circumstances for requests of a form; `writer` is a form that generates tokens."""
         first, second = self._probe(form, CONTINUED), self._probe(form, OTHER)
         yield Circumstance("unsteady-repeated", "three times alone", self._new_probe(form), times=2)
         yield Circumstance("unsteady-cached", "with its prefix cached", self._new_probe(form), num_before=1)
@@ -167,7 +168,7 @@ class Circumstances:
                 yield Circumstance("stream-differs", f"streamed ({route})", ask, stream=True)
 
     async def _observe(self, circumstance: Circumstance) -> None:
-        """Compare the last of the first replies with the replies under the other circumstance."""
+        """Compare the replies under a circumstance with the last reply to the same request before it."""
         session, findings, ask = self.session, self.comparison.findings, circumstance.ask
         await session.settle()
         before = [await session.ask(ask) for _ in range(circumstance.num_before)][-1]
@@ -183,7 +184,7 @@ class Circumstances:
             await asyncio.gather(*running)
         given = [reply for reply in replies if isinstance(reply, Reply)]
         if not isinstance(before, Reply) or len(given) < len(replies):
-            title = f"not looked at, as a request was refused: {circumstance.name}"
+            title = f"not checked, because a request was refused: {circumstance.name}"
             findings.add("left-out", title, is_note=True)
             return
         if circumstance.stream and not given[0].completion:  # the server ignores `logprobs` in streams
@@ -200,8 +201,8 @@ class Circumstances:
     def _add(self, kind: str, name: str, ask: Ask, found: Difference, *, is_excused: bool = False) -> None:
         """Record the result of a check, and add a fault if log-probabilities differ too much.
 
-        No fault is added if `is_excused`, or if the same request, sent alone, already gives different
-        replies.
+        No fault is added if `is_excused`, or if an earlier check found that replies differ even when a
+        request is repeated alone.
         """
         findings, at = self.comparison.findings, found.begins_at
         self.rows.append(Steadiness(circumstance=name, is_equal=at is None, worst=found.worst, begins_at=at))
@@ -253,11 +254,11 @@ class Circumstances:
                     ask = Ask(form=form, prompt=ids)
                     self._add("wrong-at-length", f"prompt of {size} tokens", ask, found)
                 else:
-                    unanswered = f"a prompt of {size} tokens is not answered with rows"
+                    unanswered = f"no prompt rows are returned for a prompt of {size} tokens"
                     self.comparison.findings.add("left-out", unanswered, is_note=True)
 
     async def _beside_exact(self, form: str, ids: tuple[int, ...]) -> Difference | None:
-        """Compare the logprobs of a prompt of ids with the exact ones; return None without prompt rows."""
+        """Compare a prompt's logprobs with the exact ones; return None if the reply has no prompt rows."""
         reply = await self.session.ask(Ask(form=form, prompt=ids, num_top=1))
         if not isinstance(reply, Reply) or not reply.prompt:
             return None

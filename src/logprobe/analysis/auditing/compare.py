@@ -68,7 +68,8 @@ class Comparison:
     def _group(self, ask: Ask, reply: Reply) -> Group | None:
         """Pair a reply's log-probabilities with the exact rows of the prompt that they fit.
 
-        If they do not fit the prompt that was sent, other prompts are tried, and a fault is added.
+        If they do not fit the prompt that was sent, and another prompt or model fits far better, the exact
+        rows of that prompt or model are used, and a fault is added.
         """
         own = self.reader.tokens.encode_ask(ask)
         ids = own if reply.prompt_ids is None else reply.prompt_ids
@@ -83,7 +84,7 @@ class Comparison:
         return self.reader.read(ask, reply, ids, self.findings)
 
     def _other_prompts(self, ask: Ask, ids: Ids) -> Iterator[tuple[str, str, Reader, Ids]]:
-        """Yield (kind of fault, detail, reader, prompt ids) of what a server may have computed instead."""
+        """Yield what a server may have used instead, as (kind of fault, detail, reader, prompt ids)."""
         tokens = self.reader.tokens
         if self.base is not None:
             yield "lora-prompt" if ask.wants_prompt else "lora-ignored", "", self.base, ids
@@ -116,7 +117,7 @@ class Comparison:
 
     def _add_other_ids(self, ask: Ask, own: Ids, ids: Ids) -> None:
         """Add a fault for a reply whose prompt ids differ from the ids that our tokenizer gives (`own`)."""
-        kind, detail = "does-not-fit", "prompts are cut into other tokens than the tokenizer's"
+        kind, detail = "does-not-fit", "the token ids of prompts differ from the tokenizer's"
         if ask.is_chat:
             kind, detail = "template", ""
         for name, other in self.reader.tokens.beginnings(own).items():

@@ -1,4 +1,4 @@
-"""Check a server's API: are OpenAI's fields applied, and do texts and bytes belong to the tokens?
+"""Check a server's API: are OpenAI's fields applied, and are the texts and bytes in replies the tokens'?
 
 No log-probabilities are computed; only the model's tokenizer is used.
 """
@@ -131,7 +131,7 @@ class Conformance:
                         self.findings.add(kind, note, evidence=[ask.evidence(at, note=note)])
 
     def _faults_of(self, ask: Ask, row: Row, token_id: int | None) -> Iterator[tuple[str, str]]:
-        """Yield (kind of fault, description); `token_id` is the chosen token, if known."""
+        """Yield the faults of a row as (kind, description); `token_id` is the chosen token, if known."""
         alternatives = row.alternatives or ()
         entries = [] if row.chosen is None or token_id is None else [(row.chosen, token_id)]
         for entry in alternatives:
@@ -212,7 +212,8 @@ class Conformance:
 class Trial:
     """A request that uses one field.
 
-    `is_applied` tests for the effect; it returns None if the reply does not show whether there was one.
+    `is_applied` tests for the field's effect; it returns None if the reply does not show whether there was an
+    effect.
     """
 
     name: str

@@ -51,7 +51,7 @@ class Endpoint:
         is_url = isinstance(self.url, str) and self.url.startswith(("http://", "https://"))
         require(is_url, "url", "must begin with http:// or https://", got=self.url)
         has_user = "@" in self.url.split("//", 1)[1].split("/", 1)[0]
-        require(not has_user, "url", "holds a user or a password; give a key as api_key")
+        require(not has_user, "url", "must not contain a user name or password; pass the key as api_key")
         is_time = isinstance(self.timeout_s, int | float) and 0 < self.timeout_s < math.inf
         require(is_time, "timeout_s", "must be a positive number of seconds", got=self.timeout_s)
         require(self.max_bytes >= 1, "max_bytes", "must be at least 1", got=self.max_bytes)

@@ -1,7 +1,7 @@
 """Find the distribution that reported logprobs fit best, measure errors, and find the cause if none fits.
 
-The replies to requests that differ only in the prompt (`Group`s) become a `Fitted`: each reported logprob
-with its exact value in the distribution that fits best. `judge` and `check_alternatives` add findings.
+The replies (`Group`s) to requests that differ only in the prompt become one `Fitted`, which has each reported
+logprob and its exact value in the best-fitting distribution. `judge` and `check_alternatives` add findings.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from logprobe.analysis.auditing.tokens import Tokens
     from logprobe.analysis.measures import Floats
 
-CAP: Final = 3.0  # nats; maximum error that one logprob counts against a distribution
+CAP: Final = 3.0  # nats; maximum error of one logprob in the comparison of distributions
 IMPOSSIBLE: Final = -9000.0  # nats; servers write -9999 for a probability of zero
 UNLIKELY: Final = -80.0  # nats; a float32 softmax underflows below about this value
 BETTER: Final = 5.0  # a cause must explain logprobs this many times better than the requested distribution
 SYSTEMATIC: Final = 0.2  # share of wrong logprobs above which a common cause is searched for
-TAIL: Final = 0.9  # second quantile to check, because a constant per row fits the median of any logprobs
+TAIL: Final = 0.9  # second quantile to check: adding a constant to each row can fit the median of all rows
 SAME_FACTOR: Final = 0.01  # two factors with a smaller relative difference are equal
 MIN_NUMBERS: Final = 20  # number of different logprobs needed to detect rounding
 TIE: Final = 1e-6  # nats; two logprobs with a smaller difference are equal
@@ -82,7 +82,7 @@ class Fitted:
         return np.asarray(self.errors > max_nats + self.allowance)
 
     def by_row(self) -> list[NDArray[np.int64]]:
-        """Return, for each row of a reply, the indices of its logprobs."""
+        """Return the indices of each row's logprobs, one array per row."""
         is_new = (np.diff(self.owner) != 0) | (np.diff(self.t) != 0)
         return np.split(np.arange(len(self.t)), np.flatnonzero(is_new) + 1)
 
@@ -110,7 +110,7 @@ def finite(value: float) -> float | None:
 
 
 def is_impossible(theirs: Floats) -> NDArray[np.bool_]:
-    """Return a mask of the reported logprobs that say that a token is impossible."""
+    """Return a mask of the logprobs that mean an impossible token: not finite, or at most `IMPOSSIBLE`."""
     return np.asarray((theirs <= IMPOSSIBLE) | ~np.isfinite(theirs))
 
 
@@ -174,7 +174,7 @@ def errors_of(fitted: Fitted) -> Errors:
 
 
 def filled_in(fitted: Fitted, max_nats: float) -> NDArray[np.bool_]:
-    """Return a mask of the wrong logprobs that were not computed: zeros, floors, or one repeated value."""
+    """Return a mask of the wrong logprobs that are placeholders: zeros, floors, or one repeated value."""
     off = fitted.is_off(max_nats)
     is_floor = is_impossible(fitted.theirs) & (fitted.ours > UNLIKELY)
     filled = off & ((fitted.theirs == 0) | is_floor)
@@ -201,7 +201,7 @@ def rounding_of(numbers: Floats) -> str | None:
 
 
 def allowance_of(rounding: str | None, numbers: Floats) -> Floats:
-    """Return by how much rounding or truncation may have changed each logprob at most, in nats."""
+    """Return the most that rounding or truncation may have changed each logprob, in nats."""
     size = np.abs(np.where(is_impossible(numbers), 0.0, numbers))
     if rounding is None:
         return np.zeros(len(numbers))
@@ -254,7 +254,7 @@ def _causes(fitted: Fitted, used: NDArray[np.bool_]) -> Iterator[Cause]:
         for by in (1, -1):
             for is_row in (False, True):
                 moved = _of_neighbours(fitted, by, is_row=is_row)
-                yield Cause("shifted", "none", f"take the row {-by:+d}", moved)
+                yield Cause("shifted", "none", f"for each token, take the row at offset {-by:+d}", moved)
     temperature = _temperature(fitted, used)
     if abs(temperature - 1) > SAME_FACTOR:
         factor = f"{temperature:.3g}"
@@ -269,7 +269,7 @@ def _causes(fitted: Fitted, used: NDArray[np.bool_]) -> Iterator[Cause]:
         if len(np.unique(fitted.ids[member])) >= 3:
             added[member] = np.median(fitted.theirs[member] - fitted.raw[member])
     if np.isfinite(added).any() and float(np.nanmedian(added)) > 0:
-        correction = "add log_kept_mass, the logarithm of the mass of what was kept, to each row"
+        correction = "add log_kept_mass, the log of the kept tokens' total probability, to each row"
         yield Cause("renormalised-unasked", "renormalised", correction, fitted.raw + added)
 
 
@@ -295,7 +295,7 @@ def _of_neighbours(fitted: Fitted, by: int, *, is_row: bool) -> Floats:
 
 
 def _temperature(fitted: Fitted, used: NDArray[np.bool_]) -> float:
-    """Return the temperature at which some of the raw rows fit the reported logprobs best."""
+    """Return the temperature at which a sample of the raw rows fits the reported logprobs best."""
     members = [member for row in fitted.by_row() if len(member := row[used[row]])]
     members = members[:: max(len(members) // MAX_SEARCHED, 1)][:MAX_SEARCHED]
     shape = len(members), max(map(len, members))
@@ -310,7 +310,7 @@ def _temperature(fitted: Fitted, used: NDArray[np.bool_]) -> float:
 
 
 def judge(fitted: Fitted, findings: Findings, max_nats: float) -> None:
-    """Add faults for the logprobs in `fitted`; if a cause explains them, set `fitted.name` accordingly."""
+    """Add faults for wrong logprobs in `fitted`; if a cause explains them, change `fitted` accordingly."""
 
     def add(kind: str, member: NDArray[np.bool_], detail: str = "", correction: str | None = None) -> None:
         if member.any():
@@ -340,7 +340,7 @@ def judge(fitted: Fitted, findings: Findings, max_nats: float) -> None:
     off = fitted.is_off(max_nats) & ~filled
     cause = cause_of(fitted, filled, max_nats)
     if cause is None:
-        detail = "{count} of {of} numbers are of no distribution that was asked, up to {worst} nats off"
+        detail = "{count} of {of} numbers fit no distribution that was requested, off by up to {worst} nats"
         add("does-not-fit", off, detail)
         return
     add(cause.kind, off, cause.detail, cause.correction)

@@ -1,6 +1,6 @@
 """Requests and replies of OpenAI's completions and chats, with vLLM's prompt rows and llama.cpp's token ids.
 
-An `Ask` is converted to the body of a request, and the JSON of a reply to a `Reply` with rows.
+`Ask.body` makes the JSON of a request, and `read` parses the JSON of a reply into a `Reply` with rows.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def read(value: Any, ask: Ask, what: str) -> Reply | Refusal:
     """Parse the JSON of a reply; `what` names the request in errors.
 
     Raises:
-        ServerError: the JSON does not match OpenAI's schema.
+        ServerError: the JSON does not match OpenAI's schema, has no choices, or has too many events.
     """
     if isinstance(value, Refusal):
         return value
@@ -178,7 +178,7 @@ def read(value: Any, ask: Ask, what: str) -> Reply | Refusal:
 def _split_echo(reply: Reply, max_tokens: int) -> None:
     """Move the rows of an echoed prompt from `completion` to `prompt`.
 
-    The number of generated tokens is at most `max_tokens`, because some servers count one token too many.
+    At most `max_tokens` rows stay in `completion`, because some servers report one generated token too many.
     """
     if reply.completion is None:
         return

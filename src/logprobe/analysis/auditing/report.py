@@ -93,7 +93,7 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One fault or note about a server; `count` of the `of` rows, requests or tokens checked have it."""
+    """One fault or note about a server, found in `count` of the `of` rows, requests or tokens checked."""
 
     kind: str
     severity: Literal["fault", "note"]
@@ -125,7 +125,7 @@ class Findings:
     ) -> None:
         """Add a finding, or merge it with an earlier one of the same kind (and detail, for a note).
 
-        Counts are added up, the worst evidence is kept, and the title and correction stay the earlier ones.
+        A merged finding has the sum of the counts, the worst evidence, and the earlier title and correction.
         """
         key = kind, detail if is_note else None
         title = KINDS[kind].replace("{detail}", detail)
@@ -180,7 +180,7 @@ class Errors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steadiness:
-    """Comparison of a reply under another circumstance (cached, concurrent, ...) with what it should equal.
+    """Comparison of a reply under another circumstance (cached, ...) with the logprobs that it should have.
 
     `worst` is the largest difference in nats, and `begins_at` the first row that differs.
     """

@@ -56,7 +56,7 @@ def align_prompt(rows: Sequence[Row | None], ids: tuple[int, ...], tokens: Token
 
 
 def align_completion(reply: Reply, tokens: Tokens) -> Alignment:
-    """Pair rows with generated tokens: the reply's ids, or the tokens that the rows name."""
+    """Pair rows with generated tokens: the reply's ids or, without ids, the tokens that the rows name."""
     rows = (reply.completion or ())[:MAX_ROWS]
     if reply.completion_ids is None:
         return _by_names(rows, reply.text, tokens)
@@ -92,7 +92,7 @@ def _align(rows: Sequence[Row | None], ids: tuple[int, ...], tokens: Tokens) -> 
 
 
 def _unnamed(named: Sequence[int | None], ids: Sequence[int]) -> list[int]:
-    """Return the positions of the ids that are passed over when each name is found in turn."""
+    """Return the positions of the ids that no row names; the names are in the order of the ids."""
     found, at = [], 0
     for name in named:
         while name is not None and at < len(ids) and ids[at] != name:
@@ -103,7 +103,7 @@ def _unnamed(named: Sequence[int | None], ids: Sequence[int]) -> list[int]:
 
 
 def _by_names(rows: Sequence[Row], text: str, tokens: Tokens) -> Alignment:
-    """Pair rows with the tokens that they name, as long as the tokens' bytes make up `text`."""
+    """Pair rows with the tokens that they name, up to the first row whose token does not continue `text`."""
     ids: list[int] = []
     data, whole = b"", text.encode("utf-8", "replace").lstrip()
     for row in rows:
@@ -186,7 +186,8 @@ class Reader:
     ) -> Group | None:
         """Pair the rows of a prompt or completion with the exact rows; return None if none can be paired.
 
-        If `findings` is given, the rows are counted, and missing, repeated and shifted rows are added to it.
+        If `findings` is given, the rows are counted, and missing, repeated and shifted rows are added to
+        `findings`.
         """
         if ask.wants_prompt:
             aligned = align_prompt(reply.prompt or (), prompt_ids, self.tokens)
@@ -235,5 +236,7 @@ class Reader:
                     evidence=[ask.evidence(at, token=token) for at, token in shown],
                     count=len(positions),
                     of=len(aligned.ids) - int(ask.wants_prompt),
-                    correction=f"take the row {-aligned.shift:+d}" if aligned.shift else None,
+                    correction=f"for each token, take the row at offset {-aligned.shift:+d}"
+                    if aligned.shift
+                    else None,
                 )

@@ -52,7 +52,7 @@ OF_ANOTHER: Final = (
     *("does-not-fit", "shifted", "temperature-unasked", "renormalised-unasked", "log-base", "probabilities"),
     *("bos", "lora-prompt", "lora-ignored"),
 )
-"""Kinds of faults that mean that the exact rows do not predict what the server should return."""
+"""Kinds of faults that show that the server does not compute the distributions of the exact rows."""
 PLAIN: Final[tuple[dict[str, Any], ...]] = ({"temperature": 0}, {"temperature": 1.0, "seed": 1})
 SHAPES: Final[tuple[dict[str, Any], ...]] = (
     {"temperature": 0.5, "seed": 2},
@@ -151,7 +151,7 @@ def audit(
 
 
 def in_new_loop(run: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Run a coroutine in an event loop of its own, in a thread if a loop runs already, as in notebooks."""
+    """Run a coroutine in a new event loop, in a new thread if a loop already runs here (as in notebooks)."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

@@ -54,7 +54,7 @@ class Session:
         """Send a request and return the reply.
 
         Raises:
-            ServerError: there is no reply, or it cannot be read or has ids that our model does not have.
+            ServerError: there is no reply, or the reply cannot be read or has token ids that our model lacks.
             ParameterError: the server rejects the key.
         """
         ask = replace(ask, max_tokens=max(ask.max_tokens, self.min_tokens.get(ask.form, 0)))
@@ -72,7 +72,7 @@ class Session:
     def _check_ids(self, reply: Reply, ask: Ask) -> None:
         """Reject a reply with ids that our model does not have, or with far more ids than possible.
 
-        Each id costs a row of our model.
+        Our model computes a row for each id.
         """
         expected = len(str(ask.prompt) if ask.ids is None else ask.ids)
         for ids, limit in ((reply.prompt_ids, expected), (reply.completion_ids, ask.max_tokens)):
@@ -83,8 +83,8 @@ class Session:
                 )
             if ids and max(ids) >= self.num_ids:
                 raise ServerError(
-                    f"{self.connection.url}: token {max(ids)} is not one of the {self.num_ids} of the model "
-                    "that computes the exact rows; name the model that the server runs"
+                    f"{self.connection.url}: the reply has token id {max(ids)}, but the model that computes "
+                    f"the exact rows has only {self.num_ids} tokens; load the model that the server runs"
                 )
 
     async def settle(self) -> None:
@@ -102,15 +102,15 @@ class Session:
 
         Raises:
             ServerError: the server answers neither completions nor chats.
-            UnreachableError, ParameterError: `Connection.send` raised this error.
+            UnreachableError, ParameterError: raised by `Connection.send`.
         """
         await self._identify()
         for form in FORMS:
             await self._try(form)
         if not self.extras and WITHOUT_ROWS not in {self.absent["completions"], self.absent["chat"]}:
             raise ServerError(
-                f"{self.connection.url}: answers no completion and no chat ({self.absent['completions']}); "
-                "is it a server with OpenAI's interface?"
+                f"{self.connection.url}: answers neither completions nor chats "
+                f"({self.absent['completions']}); does the server implement OpenAI's API?"
             )
 
     async def _identify(self) -> None:
@@ -128,8 +128,8 @@ class Session:
             for extras in self.tried:
                 ask = Ask(form=form, prompt=TRIAL_TEXT, max_tokens=max_tokens, num_top=2).as_chat()
                 reply = await self._answer(ask, extras)
-                # Prefer a reply without rows to a refusal, and the last refusal, because the last request is
-                # the simplest one, to earlier refusals.
+                # Prefer a reply without rows to a refusal, and the last refusal to earlier ones, because the
+                # last request is the simplest.
                 if isinstance(reply, Reply) or not isinstance(best, Reply):
                     best = reply
                 if isinstance(reply, Reply) and _has_rows(reply, wants_prompt=ask.wants_prompt):

@@ -30,7 +30,7 @@ class Tokens:
     # -- entries of replies --------------------------------------------------------------------------------
 
     def id_of(self, entry: Entry | None) -> int | None:
-        """Return an entry's token id, else the id of the only token with the entry's bytes, else None."""
+        """Return an entry's token id, or that of the only token with the entry's bytes, or None."""
         if entry is None:
             return None
         if entry.token_id is not None:
@@ -39,7 +39,7 @@ class Tokens:
 
     @cached_property
     def _by_bytes(self) -> dict[bytes, int | None]:
-        """The id of the token with these bytes, None if several tokens have them."""
+        """Token id by bytes; None if several tokens have the same bytes."""
         named = [(self.vocabulary.token_bytes(one), one) for one in range(len(self.vocabulary))]
         if self.edge.backend.token_to_id(SENTENCEPIECE_SPACE) is not None:
             # Texts, and bytes made from them, may lack a token's leading space.
@@ -75,7 +75,7 @@ class Tokens:
         return self.edge.bytes_of(ids[:num_tokens]).decode("utf-8", "ignore")
 
     def of_word(self, word: str) -> int:
-        """Return the id of a word's token, or of the longest token if the word has several."""
+        """Return the id of the word's token, or of its longest token if the word has several."""
         return max(self.edge.plain_ids(word), key=lambda one: len(self.vocabulary.token_text(one).strip()))
 
     def encode_ask(self, ask: Ask) -> tuple[int, ...]:
@@ -92,7 +92,7 @@ class Tokens:
         return self.edge.tokenizer.chat_template is not None
 
     def beginnings(self, ids: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        """Return variants of a prompt's ids by description: without BOS, with one or two BOS, and with EOS.
+        """Return variants of a prompt's ids by description: without BOS, with BOS once or twice, with EOS.
 
         Variants that equal `ids` are left out.
         """

@@ -4,13 +4,14 @@ Files are untrusted: the sizes in a header are checked against limits before any
 are validated before they are used in comparisons.
 
 A file is the bytes `LPKL`, then parts. Each part begins with a JSON header, preceded by its length (4 bytes,
-little-endian). The first header describes the file, the last ends it and counts its positions and texts, and
-each other header describes a block of positions. After the header of a block come, in this order:
+little-endian). The first header describes the file. The last header ends the file and has its numbers of
+positions and texts. Each other header describes a block of positions. After the header of a block come, in
+this order:
 
-1. `COLUMNS`, with one value per position. `cross` is the sum of (c / n)^2 log p, where the integer c
-   represents a probability p: c is near n sqrt(p), rounded at random so that the mean of (c / n)^2 is p,
-   and the factor n is as large as the size of the file allows. `low_logprob`, `blur`, `low_mass` and
-   `distance` are for the error bounds.
+1. `COLUMNS`, with one value per position. Each probability p is stored as an integer c near n sqrt(p),
+   rounded at random so that the mean of (c / n)^2 is p. The block's factor n is as large as the size of the
+   file allows. `cross` is the sum of (c / n)^2 log p over the vocabulary. `low_logprob`, `blur`, `low_mass`
+   and `distance` are for the error bounds.
 2. For each text that begins in the block, three int32: its first position in the block, the token before
    it, and the index of the text.
 3. The number of bits of each integer c, position by position: two numbers to a byte, compressed with
@@ -77,7 +78,7 @@ BYTES_A_HEAD: Final = 160  # maximum size of the head of a block that we write
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
-    """The model that produced the rows, and its vocabulary."""
+    """First header of the file: the model that produced the rows, and the model's vocabulary."""
 
     version: int = VERSION
     vocabulary_size: int  # number of entries in a row
@@ -178,7 +179,7 @@ class BaselineWriter:
         limit = max_bytes(len(rows), size)
         own = len(rows) * BYTES_A_ROW + len(starts) * BYTES_A_START + BYTES_A_HEAD
         # With a vocabulary of a few hundred tokens, the columns alone take most of the limit. The rows then
-        # get half of the limit, so that the block exceeds it.
+        # get half of the limit, and the block exceeds the limit.
         kept, packed = kept_within(rows, max(limit - own, limit // 2), self.num_rows)
         columns: dict[str, Any] = {
             "token_ids": token_ids,

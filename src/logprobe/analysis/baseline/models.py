@@ -65,7 +65,7 @@ def save_baseline(
     Args:
         llm: the reference model.
         texts: texts, each no longer than the model's context.
-        path: a name that ends in `.lpkl`; the file is a tenth of the size of llama.cpp's.
+        path: a name that ends in `.lpkl`; the file takes about a tenth of the bytes of llama.cpp's format.
         bos: True puts BOS (EOS if the model has no BOS) before each text, False does not, and None does what
             the tokenizer does.
 
@@ -139,7 +139,7 @@ def _write_block(writer: BaselineWriter, parts: list[Waiting]) -> None:
 def compare_with_baseline(
     path: str | Path, llm: Scorer, texts: Iterable[str] | None = None, *, bos: bool | None = None
 ) -> Comparison:
-    """Compare a baseline (A) with a model's distributions at the same tokens (B).
+    """Compare a baseline (A) with a model (B) on the baseline's tokens.
 
     Each position's KL divergence is an unbiased estimate with a standard error of at most
     `kl_error_by_position`.
@@ -147,8 +147,8 @@ def compare_with_baseline(
     Args:
         path: the file that `save_baseline` wrote.
         llm: the model.
-        texts: the baseline's texts, or the first few of them, which must give the baseline's tokens. None
-            compares all rows, using the tokens in the file.
+        texts: the texts that the baseline was saved with, or the first few of them; their tokens must equal
+            the baseline's. None compares all rows, using the tokens in the file.
         bos: the value that `save_baseline` was called with.
 
     Raises:
@@ -173,7 +173,7 @@ def compare_with_baseline(
 
 
 def _checked(runs: Iterator[Run], texts: Iterator[TextTokens], path: str | Path) -> Iterator[tuple[Run, int]]:
-    """Yield the runs of `texts`, each with its size in bytes.
+    """Yield the baseline's runs that belong to `texts`, each with its number of text bytes.
 
     Raises InputError if the texts' tokens differ from the baseline's.
     """

@@ -7,10 +7,10 @@ For the divergence from any other row q,
 
     KL(p, q) = Σ p log(p / q),
 
-Σ p' log(p / q) is an unbiased estimate. Its first part, Σ p' log p, is stored with the row, and the second is
-computed when q is known. Entries are rounded independently, each with a variance of at most p / n², so the
-standard error is at most √(Σ p log²(p / q)) / n. (With codes proportional to √p, the variance of p' is
-proportional to p, like that of a count to its mean.)
+Σ p' log(p / q) is an unbiased estimate. The first part of this sum, Σ p' log p, is stored with the row, and
+the second part is computed when q is known. Entries are rounded independently, each with a variance of at
+most p / n², so the standard error is at most √(Σ p log²(p / q)) / n. (Because codes are proportional to √p,
+the variance of p' is proportional to p, as the variance of a count is to the mean.)
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _LENGTHS: Final = np.array([code.bit_length() for code in range(MAX_SCALE + 2)],
 
 
 class Divergence(NamedTuple):
-    """Divergence of another row (q) from a stored row (p)."""
+    """Divergence of a stored row (p) from another row (q)."""
 
     kl: float  # KL(p, q), nats; an unbiased estimate
     kl_error: float  # upper bound of the standard error of `kl`, nats
@@ -89,7 +89,7 @@ class KeptRows:
         return KeptRows(scale=self.scale, codes=self.codes[rows], **facts)
 
     def against(self, row: int, logprobs: npt.ArrayLike) -> Divergence:
-        """Return the divergence of another row of log-probabilities, (V,) nats, from row number `row`."""
+        """Return the divergence of row number `row` from another row, (V,) log-probabilities in nats."""
         codes, others = self.codes[row], np.asarray(logprobs, np.float64)
         acceptance, acceptance_error = self._acceptance(row, np.exp(others))
         if np.any(np.isneginf(others) & (codes != IMPOSSIBLE)):  # a token possible under p but not under q
@@ -104,9 +104,10 @@ class KeptRows:
     def _acceptance(self, row: int, others: Floats) -> tuple[float, float]:
         """Return Σ min(p, q) and an upper bound on its error; `others` is q.
 
-        The sum assumes the p closest to q among the entries with codes 0 and 1, so it is not too low there.
-        The lower end of the error bound assumes that these entries share their probability evenly, in which
-        case the sum is off by at most `distance`.
+        For entries with codes 0 and 1, only the sum of their p, `low_mass`, is known. The returned sum
+        assumes that these p overlap with q as much as possible, so this part of the sum is not too low. If
+        these entries shared `low_mass` evenly, the sum would be off by at most `distance`; the bound adds the
+        difference between both sums.
         """
         codes, low_mass = self.codes[row], float(self.low_mass[row])
         least = np.minimum(_evened(codes, self.scale, low_mass), others)
@@ -163,7 +164,7 @@ def _facts(logprobs: Floats, codes: Codes, scale: int) -> tuple[float, ...]:
 
 
 class Packed(NamedTuple):
-    """Packed codes: their deflated bit lengths, and the bits below each code's leading one as bit planes."""
+    """Packed codes: their deflated bit lengths, and the bits below each code's leading bit as bit planes."""
 
     lengths: bytes
     planes: bytes
@@ -186,7 +187,7 @@ def kept_within(logprobs: npt.ArrayLike, max_bytes: int, first_row: int) -> tupl
 
 
 def _guess(rows: Floats, max_bytes: int) -> int:
-    """Estimate, from a sample of the rows, the index of the finest scale that fits; it may be too fine."""
+    """Estimate the index of the finest scale that fits from a sample of rows; that scale may be too fine."""
     sample = rows[:: -(-len(rows) // SAMPLED_ROWS)]
     share = max_bytes * len(sample) / len(rows)
     low, high = 0, len(SCALES) - 1
@@ -203,7 +204,7 @@ def pack(codes: Codes) -> Packed:
     """Pack codes into bytes for `unpack`.
 
     Each byte holds the bit lengths of two codes. Only a few byte values are frequent, so deflate compresses
-    the lengths well. The bits below the leading one are noise and are stored uncompressed.
+    the lengths well. The bits below the leading bit are noise and are stored uncompressed.
     """
     flat = codes.ravel()
     is_impossible = flat == IMPOSSIBLE
@@ -226,7 +227,7 @@ def unpack(packed: Packed, num_rows: int, vocabulary_size: int) -> Codes:
     """Return the codes, (num_rows, vocabulary_size), that untrusted bytes contain.
 
     Raises:
-        InputError: the bytes contain more or fewer codes.
+        InputError: the bytes are damaged, or contain more or fewer codes.
     """
     num_codes = num_rows * vocabulary_size
     pairs = np.frombuffer(_inflated(packed.lengths, -(-num_codes // 2)), np.uint8)
@@ -243,7 +244,7 @@ def unpack(packed: Packed, num_rows: int, vocabulary_size: int) -> Codes:
         codes[places] |= bits.astype(np.uint16) << bit
         start, bit = stop, bit + 1
         places = places[lengths[places] > bit + 1]
-    _require(start == len(packed.planes), "it has more codes than rows")
+    _require(start == len(packed.planes), "it has further data after its codes")
     return codes.reshape(num_rows, vocabulary_size)
 
 

@@ -64,7 +64,7 @@ class RowScorer:
         self._task = task_of(llm, settings)
 
     def source_of_numbers(self) -> dict[str, str | None]:
-        """Return the model and its current weights."""
+        """Return the names of the model and its current weights."""
         return source_of_numbers(self._llm)
 
     def score(self, batch: Sequence[CheckedRow]) -> ScoredBatch:
@@ -118,7 +118,7 @@ class Workers(Protocol):
         """The settings of the run."""
 
     def source_of_numbers(self) -> dict[str, str | None]:
-        """Return the model and its weights, as far as they are known before the first row."""
+        """Return the names of the model and its weights, as far as they are known before the first row."""
 
     def scored(self, *, skip: int) -> Iterator[ScoredBatch]:
         """Yield the scored rows in batches and in order, without the first `skip` rows.
@@ -236,8 +236,8 @@ def score_dataset(
             input.
         output: a name that ends in `.parquet` or `.jsonl`; bad rows are written to the same name with
             `.errors.jsonl` appended.
-        settings: columns and scoring options; `LabelSettings`, `JudgeSettings` or `RerankSettings` to
-            classify, grade or rank each row instead.
+        settings: `DataSettings` (the default) to score each row; `LabelSettings`, `JudgeSettings` or
+            `RerankSettings` to classify, grade or rank each row instead.
         kind: format of the inputs; None infers each file's format from its suffix.
         by_line: for txt files, make each line a row instead of the whole file.
         resume: continue a run that was stopped or killed; no row is lost or duplicated. A finished run is

@@ -45,16 +45,16 @@ class DataSettings:
         delimiter: text put before each choice, after the context.
         tokens: output each token's id, logprob, rank and entropy.
         unconditional: also score each continuation without its context, for PMI.
-        detect: output measures of whether a text was in the training data or written by a machine.
-        label_column: column of a text's known class: true, false, 1 or 0; adds each measure's AUC to the
+        detect: output metrics that indicate whether a text was in the training data or written by a machine.
+        label_column: column of a text's known class: true, false, 1 or 0; adds each metric's AUC to the
             summary.
         bos: prepend BOS (EOS if there is none) to texts without context; None: as the tokenizer does.
         truncation: handling of rows longer than the context: `error` (a bad row), `left` (keep the end) or
             `window` (sliding windows).
         window: tokens per window; None: the model's context length.
-        stride: tokens from one window start to the next; None: half a window. With `stride=window`,
-            windows do not overlap, and the first token of each has no logprob.
-        boundary: how to score a continuation or choice if a token spans the end of its context: `auto` (by
+        stride: tokens from one window start to the next; None: half a window. With `stride=window`, windows
+            do not overlap, and the first token of each window has no logprob.
+        boundary: how to score a continuation or choice if a token spans the end of the context: `auto` (by
             bytes) or `token` (as lm-evaluation-harness does).
     """
 
@@ -131,16 +131,15 @@ class _Prompted:
 @strict_keywords
 @dataclass(frozen=True, kw_only=True)
 class LabelSettings(_Prompted):
-    """Labels to classify the texts of a data set by, and the prompt.
+    """Labels for classifying the texts of a data set, and the prompt.
 
     Args:
         labels: the labels as the model writes them (with a leading space where they continue a text).
-        prompt: prompt for each text, which replaces {text}.
+        prompt: prompt template; each text replaces {text}.
         chat: send the prompt as a user message, through the model's chat template.
-        correction: what the label probabilities are computed from: `none` (the probabilities as they are),
-            `length` (their geometric mean per token) or `calibrated` (their ratio to the probabilities for a
-            content-free text).
-        content_free: the content-free text; None: N/A.
+        correction: correction of the label probabilities: `none`, `length` (geometric mean per token) or
+            `calibrated` (ratio to the label's probability after a content-free text).
+        content_free: the content-free text; None uses the text `N/A`.
         text_column: column of the text.
         keep_columns: columns copied to the output (values other than text as JSON).
     """
@@ -174,11 +173,11 @@ class LabelSettings(_Prompted):
 @strict_keywords
 @dataclass(frozen=True, kw_only=True)
 class JudgeSettings(_Prompted):
-    """Scale to grade the texts of a data set on, and the prompt.
+    """Scale for grading the texts of a data set, and the prompt.
 
     Args:
         scale: the grades, each as the model writes it.
-        prompt: prompt for each text, which replaces {text}.
+        prompt: prompt template; each text replaces {text}.
         chat: send the prompt as a user message, through the model's chat template.
         text_column: column of the text.
         keep_columns: columns copied to the output (values other than text as JSON).
@@ -199,7 +198,7 @@ class JudgeSettings(_Prompted):
 @strict_keywords
 @dataclass(frozen=True, kw_only=True)
 class RerankSettings:
-    """Query to rank the documents of a data set for, and the layout of query and document.
+    """Query for which the documents of a data set are ranked, and the template for query and document.
 
     Args:
         query: the query for all documents.
@@ -207,7 +206,7 @@ class RerankSettings:
         task: instruction that says what makes a document relevant.
         template: three texts: prefix, pair and suffix. The pair contains {query} and {document}, and
             optionally {task}. Empty: Qwen3-Reranker's template.
-        labels: the model's answers for a relevant document and for another one.
+        labels: the model's answers for a relevant and for an irrelevant document.
         text_column: column of the document.
         keep_columns: columns copied to the output (values other than text as JSON).
     """

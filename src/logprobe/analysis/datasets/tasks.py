@@ -1,4 +1,4 @@
-"""Tasks, which define the (context, continuation) pairs of a data set row and the columns made of the scores.
+"""Tasks, which define a data set row's (context, continuation) pairs, and output columns made of the scores.
 
 `TextTask` scores a row's texts or choices. `AnswerTask` labels or grades a text, or ranks a document for a
 query, using the plans of `analysis.labels`.
@@ -209,7 +209,7 @@ class TextTask:
     def _text_pairs(self, text: str) -> tuple[list[Pair], bytes]:
         own, spans = self._llm.text.encode_with_spans(text)
         ids = np.concatenate([self._prefix, own])
-        require(len(ids) > 1, "text", "has only one token, which is not scored without BOS; use --bos")
+        require(len(ids) > 1, "text", "has one token, which is not scored without BOS; set bos=True (--bos)")
         # Cut an array of indices instead of `ids` itself, to know which tokens of the text are scored.
         cuts = self._text_cuts(np.arange(len(ids), dtype=np.int32))
         pairs: list[Pair] = [(ids[before], ids[scored]) for before, scored in cuts]

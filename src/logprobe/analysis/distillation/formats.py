@@ -109,8 +109,8 @@ def _axolotl(rows: Sequence[TeacherRow], vocabulary_size: int) -> Columns:
 def _distillkit(rows: Sequence[TeacherRow], vocabulary_size: int) -> Columns:
     """Return the columns that DistillKit's `LogprobCompressor` reads with `compression_config`."""
     num_bits = math.ceil(math.log2(vocabulary_size))
-    # DistillKit multiplies the loss at unused positions by 0. The top k at these positions get half of the
-    # probability, because a top k with all of it makes the loss NaN, even after the multiplication.
+    # DistillKit multiplies the loss at unused positions by 0. At these positions, the top k get half of the
+    # probability: if they had all of it, the loss would be NaN, even after the multiplication.
     used = [(row.is_target | row.is_learnt)[:, None] for row in rows]
     even = [np.float32(-math.log(2 * row.top_ids.shape[1])) for row in rows]
     logprobs = [

@@ -30,7 +30,7 @@ ENTRIES_A_CALL = 1 << 22  # approximate number of (position, token) entries in t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """A part of a sequence that the student is trained on: the tokens [start, end)."""
+    """A part of a sequence to train the student on: the tokens [start, end)."""
 
     number: int | None  # index of the message in its conversation; None for a text
     start: int
@@ -109,7 +109,7 @@ class SequenceReader:
             after = lay_out(messages[: number + 1], self._text, Layout(add_generation_prompt=False))
             is_there = whole.startswith(after) and after.startswith(before)
             problem = (
-                "the chat template renders it differently if messages follow; end the conversation with it"
+                "is rendered differently if messages follow (chat template); end the conversation with it"
             )
             require(is_there, f"messages[{number}]", problem)
             start, end = np.searchsorted(starts, [len(before), len(after)]).tolist()
@@ -154,7 +154,7 @@ def scored(llm: Scorer, sequences: Sequence[TokenSequence], top: int) -> list[Sc
 
 
 def teacher_rows(sequence: TokenSequence, record: FlatLogprobs) -> Iterator[TeacherRow]:
-    """Yield one row for each part of the sequence that is trained on."""
+    """Yield one row for each part of the sequence to train on."""
     entries = record.top_entries()
     width = int(entries.offsets[1] - entries.offsets[0])
     ids, logprobs = (column.reshape(-1, width) for column in (entries.token_ids, entries.logprobs))

@@ -190,7 +190,7 @@ class DistilTally:
         )
 
     def shards(self) -> list[list[int]]:
-        """Return one list per file: the run's cumulative row count at the end of each of its row groups."""
+        """Return one list per file: the run's cumulative row count at the end of each row group in it."""
         ends = [*(first for _, first in self._groups[1:]), self._num_rows]
         groups = zip((number for number, _ in self._groups), ends, strict=False)
         by_shard = groupby(groups, lambda group: group[0] // GROUPS_A_SHARD)

@@ -28,7 +28,7 @@ def json_line(row: dict[str, Any]) -> str:
 
 @contextmanager
 def reading(path: str | Path, remedy: str = "use another file") -> Iterator[None]:
-    """Convert an exception that says the file is damaged or unreadable to an `InputError` that names it."""
+    """Convert exceptions from damaged or unreadable files to an `InputError` that names the file."""
     try:
         yield
     except LogprobeError:
@@ -39,10 +39,10 @@ def reading(path: str | Path, remedy: str = "use another file") -> Iterator[None
 
 
 def read_limited(path: str | Path, max_bytes: int, remedy: str) -> bytes:
-    """Return the content of a file, or of a pipe or device, of at most `max_bytes`.
+    """Return the content of a file, pipe or device that has at most `max_bytes`.
 
     Raises:
-        InputError: it cannot be read, or has more bytes.
+        InputError: the file cannot be read, or has more than `max_bytes`.
     """
     with reading(path), Path(path).open("rb") as file:
         data = file.read(max_bytes + 1)
@@ -82,7 +82,7 @@ def write_durably(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def _unreadable() -> tuple[type[Exception], ...]:
-    """Return the exceptions for damaged files; pyarrow's are among them if the process has imported it."""
+    """Return the exceptions that damaged files raise; pyarrow's are included only if it has been imported."""
     pyarrow = sys.modules.get("pyarrow")
     ours = (OSError, ValueError, RecursionError)
     return ours if pyarrow is None else (*ours, pyarrow.ArrowException)

@@ -113,14 +113,14 @@ class FinishedRun(msgspec.Struct, Generic[S], frozen=True, kw_only=True):
 
 
 class UnfinishedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of a run whose parts are being written, stored in the `settings.json` of the parts."""
+    """Settings of a run whose parts are being written, stored in `settings.json` beside the parts."""
 
     version: int
     settings: dict[str, Any]
 
 
 class Journal(Generic[S]):
-    """The parts of one output, which one process writes at a time.
+    """The parts of one output; only one process at a time writes them.
 
     The parts cover the first `num_done` data set rows. Use the journal as a context manager: on exit, the
     lock on the parts is released.
@@ -132,8 +132,8 @@ class Journal(Generic[S]):
         summary_type: class of the run's summary.
         folder: folder for the output files (`share`) and the `run.json`. If None, the parts are joined into
             one file at `path`, with `<path>.run.json` next to it.
-        resume: continue an earlier run. If that run had finished, `summary` is its summary; otherwise it is
-            None.
+        resume: continue an earlier run. If that run had finished, the attribute `summary` is its summary;
+            otherwise `summary` is None.
         force: replace an existing output.
 
     Raises:
@@ -187,7 +187,7 @@ class Journal(Generic[S]):
         self._close(discard=kind is not None)
 
     def _close(self, *, discard: bool) -> None:
-        """Release the lock; with `discard`, first remove parts of which none is complete."""
+        """Release the lock; with `discard`, first delete the parts' folder unless a part is complete."""
         if discard and self._lock.is_locked and not any(self._parts.glob("*.parquet")):
             shutil.rmtree(self._parts, ignore_errors=True)
         self._lock.release()
@@ -258,7 +258,7 @@ class Journal(Generic[S]):
 
     def _check_resumes(self, *, resume: bool) -> None:
         if not resume:
-            raise InputError(f"{self.path}: an earlier run was interrupted; use {RESUME} or {FORCE}")
+            raise InputError(f"{self.path}: an earlier run was interrupted; use {RESUME}, or {BEGIN_ANEW}")
         if not self._settings_file.exists():
             self._note()
         with _reading(self._settings_file):
@@ -277,7 +277,7 @@ class Journal(Generic[S]):
         if other:
             raise InputError(
                 f"{self.path}: the run to resume had a different {', '.join(other)}; "
-                f"repeat its settings, or use {FORCE}"
+                f"repeat its settings, or {BEGIN_ANEW}"
             )
 
     def agree(self, source: dict[str, str | None]) -> None:
@@ -367,7 +367,7 @@ class Journal(Generic[S]):
         return parts
 
     def groups(self, columns: list[str] | None = None) -> Iterator[pa.Table]:
-        """Return all rows in order, in tables of `ROWS_A_GROUP` rows, however the parts are divided.
+        """Return all rows in order, in tables of `ROWS_A_GROUP` rows, whatever the sizes of the parts.
 
         `columns` are the columns to read; None reads all columns.
         """
@@ -424,8 +424,8 @@ class Journal(Generic[S]):
         Args:
             folder: the folder, which is created if missing.
             shards: for each file, the index of the first row after each of the file's row groups, counted
-                from the run's first row. These must not depend on how long a part took or where a run was
-                killed.
+                from the run's first row. These indices must not depend on how long a part took or where a run
+                was killed.
         """
         folder.mkdir(exist_ok=True)
         groups = _cut(self._pieces(), [end for ends in shards for end in ends])
