@@ -1,4 +1,4 @@
-"""Models that have a short name, with the Python packages that contain them and checksums."""
+"""Models that have a short name, the Python packages that contain them, and checksums."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def check_transformers(what: str) -> None:
     """Check that torch and transformers are installed.
 
     Raises:
-        MissingPackageError: one of them is not; the message says that `what` needs them.
+        MissingPackageError: one of them is missing; the message says that `what` needs them.
     """
     if not has_transformers():
         raise MissingPackageError(f"{what} needs torch and transformers; pip install 'logprobe[torch]'")
@@ -243,8 +243,8 @@ def as_state(weights: Mapping[str, Any]) -> State:
     """Return weights from a trainer under the model's names; see `plain_names`. Nothing is copied.
 
     Raises:
-        ParameterError: a value is neither array nor tensor or has another dtype, or a name belongs to
-            unmerged LoRA weights.
+        ParameterError: a value is not an array or tensor, its dtype is not one of `DTYPE_NAMES`, or for the
+            reasons given in `plain_names`.
     """
     # Not imported: if nothing has imported torch, no value is a tensor.
     kinds = (np.ndarray, getattr(sys.modules.get("torch"), "Tensor", np.ndarray))
@@ -338,8 +338,8 @@ def read_state(folder: str | Path) -> dict[str, Array]:
 def digest_of(state: State) -> str:
     """Return a version for weights: `blake2b:` and 32 hex digits, the same in memory and in files.
 
-    The 16-byte BLAKE2b digest covers the weights in ascending order of names. For each weight it covers a
-    JSON array of name, dtype and shape, and then the bytes in row-major order.
+    The 16-byte BLAKE2b digest covers the weights in ascending order of their names: for each weight, a JSON
+    array of its name, dtype and shape, then its bytes in row-major order.
     """
     digest = hashlib.blake2b(digest_size=16)
     for name, weight in sorted(state.items()):

@@ -180,7 +180,7 @@ class OwnLayer(Protocol):
         """The module's bias, (out_features,) array or tensor; None if it has none."""
 
     def rows(self, start: int, end: int) -> Any:
-        """Return rows [start, end) of the matrix; a row is an output of a linear layer or a token."""
+        """Return rows [start, end) of the matrix: one per output of a linear layer, or per embedded token."""
 
 
 def bound(lora: LoraWeights, own_layer: Callable[[str], OwnLayer]) -> dict[str, LowRank]:
@@ -256,7 +256,7 @@ def stable_id(name: str) -> int:
 
 
 def resolved_folder(path: str | Path) -> Path:
-    """Return the folder of an adapter, with links resolved: a local folder, or a hub id's in the cache."""
+    """Return an adapter's folder with links resolved; `path` is a local folder or a hub id in the cache."""
     folder = Path(path).expanduser()
     if not folder.is_dir() and looks_like_hub_id(str(path)):
         from huggingface_hub import try_to_load_from_cache
@@ -297,7 +297,7 @@ def check_files(name: str, folder: Path) -> None:
 
 
 def load_lora(name: str, path: str | Path, modules: ModelModules, number: int = 0) -> LoraWeights:
-    """Load a LoRA adapter for a model with these modules from safetensors.
+    """Load a LoRA adapter from safetensors, for a model with these modules.
 
     Raises:
         ModelNotFoundError: the folder or a file is missing.
@@ -319,7 +319,7 @@ def load_lora(name: str, path: str | Path, modules: ModelModules, number: int = 
         raise UnsupportedModelError(f"lora {name!r}: has an invalid pattern: {error}") from error
     except TimeoutError as error:
         raise UnsupportedModelError(
-            f"lora {name!r}: its patterns take longer than {PATTERN_LIMIT_S} s to match; list "
+            f"lora {name!r}: its patterns take longer than {PATTERN_LIMIT_S} s to match; in {CONFIG}, list "
             "module names instead"
         ) from error
     file.check_used()
@@ -329,9 +329,9 @@ def load_lora(name: str, path: str | Path, modules: ModelModules, number: int = 
 
 
 class _Patterns:
-    """Match regular expressions, which may take `PATTERN_LIMIT_S` together.
+    """Matches regular expressions for at most `PATTERN_LIMIT_S` seconds in total.
 
-    Catastrophic backtracking might never end, and there may be any number of patterns.
+    Without the limit, catastrophic backtracking might never end, and there may be any number of patterns.
     """
 
     def __init__(self) -> None:
@@ -373,7 +373,7 @@ class _Config(msgspec.Struct, kw_only=True):
     alpha_pattern: dict[str, float] | None = None
 
     def rank_and_scale(self, module_name: str, patterns: _Patterns) -> tuple[int, float]:
-        """Return the rank of a module's matrices, and the factor of their product."""
+        """Return the rank of a module's matrices, and the scale of their product."""
         rank = _by_pattern(self.rank_pattern or {}, module_name, self.r, patterns)
         alpha = _by_pattern(self.alpha_pattern or {}, module_name, self.lora_alpha, patterns)
         return rank, alpha / (math.sqrt(rank) if self.use_rslora else rank)

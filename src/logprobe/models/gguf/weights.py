@@ -109,7 +109,7 @@ class GgufSource:
         return numbers
 
     def _order(self, own: str) -> NDArray[np.int64] | None:
-        """Return the index in the file for each row of the module's tensor; None if the order is the same.
+        """Return the file's row index for each row of transformers' tensor; None if the orders are equal.
 
         llama.cpp interleaves the rotary rows of a head: its rows (0, 1, 2, 3, ...) are transformers' rows
         (0, n/2, 1, n/2 + 1, ...).
