@@ -560,7 +560,7 @@ class SamplerOutput:
     top_p: float | Array = 1.0
     top_k: int | Array | None = None  # None for no truncation
     spec_decode_accepted: Array | None = None  # (B,) integers, numbers of accepted draft tokens
-    logprobs_rows: Array | None = None  # (B,) integers; None if rows are the same
+    logprobs_rows: Array | None = None  # (B,) integers; None if row b is row b of `logprobs`
     processed_logprobs: LogprobsLists | None = None  # for the distribution that tokens were sampled from
     processed_rows: Array | None = None  # (B,) integers, as `logprobs_rows`
     is_valid: Array | None = None  # (B,) bool; False where the logits had NaN or +inf, or only -inf

@@ -243,8 +243,8 @@ def as_state(weights: Mapping[str, Any]) -> State:
     """Return weights from a trainer under the model's names; see `plain_names`. Nothing is copied.
 
     Raises:
-        ParameterError: a value is not an array or tensor, its dtype is not one of `DTYPE_NAMES`, or for the
-            reasons given in `plain_names`.
+        ParameterError: a value is not an array or tensor, its dtype is not supported, or for the reasons
+            given in `plain_names`.
     """
     # Not imported: if nothing has imported torch, no value is a tensor.
     kinds = (np.ndarray, getattr(sys.modules.get("torch"), "Tensor", np.ndarray))
@@ -331,7 +331,9 @@ def read_state(folder: str | Path) -> dict[str, Array]:
         try:
             state |= {name: tensor.read() for name, tensor in tensors_of(file)[0].items()}
         except (OSError, SafetensorError) as error:
-            raise UnsupportedModelError(f"{file}: cannot be read ({in_one_line(error)})") from error
+            raise UnsupportedModelError(
+                f"{file}: cannot be read ({in_one_line(error)}); save the weights again"
+            ) from error
     return dict(zip(plain_names(state), state.values(), strict=True))
 
 

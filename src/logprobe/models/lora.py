@@ -1,8 +1,8 @@
 """Load LoRA adapters: low-rank matrices (Hu et al. 2021), DoRA magnitudes (Liu et al. 2024) and biases.
 
-Adapters have the format of peft, which is not needed: `_Config` is its configuration, and `_File` matches the
-tensors with the modules of the model. Parts that depend on the base model's weights (DoRA norms, replaced
-biases) are computed by `bound`, once the decoder is known.
+Adapters have peft's file format, but peft is not needed: `_Config` is an adapter's configuration, and `_File`
+matches an adapter's tensors with the modules of the model. Parts that depend on the base model's weights
+(DoRA norms, replaced biases) are computed by `bound`, once the decoder is known.
 """
 
 from __future__ import annotations
@@ -316,7 +316,9 @@ def load_lora(name: str, path: str | Path, modules: ModelModules, number: int = 
         for module_name in [*sorted(targets), *sorted(file.owners - targets)]:
             file.add_part_(lora, module_name, modules)
     except (regex.error, RecursionError) as error:
-        raise UnsupportedModelError(f"lora {name!r}: has an invalid pattern: {error}") from error
+        raise UnsupportedModelError(
+            f"lora {name!r}: has an invalid pattern: {error}; correct it in {CONFIG}"
+        ) from error
     except TimeoutError as error:
         raise UnsupportedModelError(
             f"lora {name!r}: its patterns take longer than {PATTERN_LIMIT_S} s to match; in {CONFIG}, list "
@@ -388,7 +390,9 @@ def _read_config(name: str, folder: Path) -> _Config:
         content = json.loads((folder / CONFIG).read_bytes())
         kind = content.get("peft_type")
     except (ValueError, AttributeError, RecursionError) as error:
-        raise UnsupportedModelError(f"lora {name!r}: {CONFIG} is not a JSON object") from error
+        raise UnsupportedModelError(
+            f"lora {name!r}: {CONFIG} is not a JSON object; save it again with peft"
+        ) from error
     if kind != "LORA":
         raise UnsupportedModelError(f"lora {name!r}: peft_type is {kind}; only LORA is supported")
     for option, neutral in NEUTRAL.items():
@@ -415,7 +419,9 @@ def _read_weights(name: str, folder: Path) -> dict[str, Array]:
         stored, _ = tensors_of(folder / WEIGHTS)
     except (OSError, SafetensorError) as error:
         reason = in_one_line(error)
-        raise UnsupportedModelError(f"lora {name!r}: {WEIGHTS} cannot be read: {reason}") from error
+        raise UnsupportedModelError(
+            f"lora {name!r}: {WEIGHTS} cannot be read: {reason}; save it again with peft"
+        ) from error
     if not all(key.startswith(PREFIX) for key in stored):
         foreign = [key for key in stored if not key.startswith(PREFIX)]
         raise UnsupportedModelError(

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     GivenRoutes: TypeAlias = ExpertRoutes | NDArray[Any]
 else:
-    GivenRoutes = ExpertRoutes  # as it is sent to other processes, whose messages cannot have both types
+    GivenRoutes = ExpertRoutes  # the type sent to other processes; a field of a message cannot have both
 
 NamedIds: TypeAlias = "Sequence[int] | NDArray[np.int64] | None"
 """Token ids to report at one position in addition to the most likely ones; None: report no others."""
@@ -83,13 +83,14 @@ class SamplingParams:
         repetition_penalty: for each token that occurs in the prompt or completion, divide its logit by this
             number if the logit is positive, else multiply the logit by it.
         presence_penalty: number in [-2, 2] to subtract from the logits of generated tokens.
-        frequency_penalty: number in [-2, 2] to subtract from a token's logit for each time it was generated.
+        frequency_penalty: number in [-2, 2] to subtract from a token's logit once for each time the token was
+            generated.
         logit_bias: token id → nats added to its logit.
         allowed_token_ids: the only token ids that may be sampled.
         bad_words: texts that must not be generated, with or without a leading space; at most 256 characters
             each.
-        response_format: OpenAI's `text`, `json_object` or `json_schema`; also `regex`, `choice`, `ebnf`,
-            each with a value of the same name (extra `grammar`).
+        response_format: OpenAI's `text`, `json_object` or `json_schema`; also `regex`, `choice` or `ebnf`,
+            each with its value under a key of the same name (needs the extra `grammar`).
         logits_processors_args: arguments of the logits processors that the engine was started with.
         lora: name of the LoRA adapter to use (`None`: the base model).
         routed_experts: the experts to use in each layer of a mixture of experts, instead of those that the
@@ -118,8 +119,8 @@ class SamplingParams:
             after the final norm, from which the output head computes logits. A list of layer numbers: as in
             transformers, 0 is the embeddings, n is the output of layer n, and the number of layers is the
             same as `last`; negative numbers count from the end.
-        return_routed_experts: report the experts that were used for each token of the prompt and before each
-            generated token.
+        return_routed_experts: report the experts that were used for each prompt token and, for each generated
+            token, those that were used for the token before it.
     """
 
     # Sampling: the tokens of the completions.

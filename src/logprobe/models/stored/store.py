@@ -71,8 +71,7 @@ class LoadStore:
 
         Args:
             parts: for each matrix, the names of all modules that share the matrix.
-            packed: function that takes an index in `parts` and returns the panels of all matrices from there
-                on.
+            packed: function that takes an index in `parts` and returns the panels from this matrix on.
         """
 
         def is_damaged() -> bool:

@@ -6,14 +6,16 @@ The bytes are `LGPB`, the length of the header (4 bytes), the header (JSON) and 
 little-endian. Header and columns are each padded to a multiple of 8 bytes. The header has `version` (1),
 `rows` and `given` (`num_rows`, `num_none`, `k`, `repeats_chosen`, `texts`), `columns` (name, NumPy type
 string, shape, and offset from the end of the header), `info`, `precision` and `max_abs_error`; fields with
-their default value may be omitted. Positions come in this order: `num_none` that are None, n with a chosen
-token and the k likeliest, m with any number of entries. T is the number of all positions. The columns are:
+their default value may be omitted. There are T positions, in this order: `num_none` positions that are None,
+n positions with a chosen token and the k likeliest, and m positions with any number of entries. The columns
+are:
 
-- `token_ids`, `logprobs`, (N,): n times the chosen token, then the k likeliest; then the entries of the last
-  m positions. With `repeats_chosen`, a chosen token among the k likeliest is returned twice.
-- `ranks`, (R,): the ranks of the n chosen tokens; then those of the entries of the last m positions, -1 for
-  none.
-- `ends`, `is_none`, (m,): for each of the last m positions, the number of entries of these positions up to
+- `token_ids`, `logprobs`, (N,): for each of the n positions, the chosen token and then the k likeliest; after
+  these, the entries of the m positions. With `repeats_chosen`, readers see a chosen token twice if it is
+  among the k likeliest.
+- `ranks`, (R,): the ranks of the n chosen tokens; after these, the ranks of the entries of the m positions,
+  or -1 if unknown.
+- `ends`, `is_none`, (m,): for each of the m positions, the total number of entries of the m positions up to
   its end, and whether it is None. Only if m > 0.
 - `texts`, (N,): for each entry, the index of its text in the header's `texts`. Only if entries have texts.
 - `entropy`, `varentropy`, `margin`, `log_kept_mass`, (T,): float32; NaN if not given.
@@ -213,7 +215,7 @@ def _quantise(columns: dict[str, Array], precision: Precision) -> tuple[dict[str
 
 
 def _restore(columns: dict[str, Array]) -> dict[str, Array]:
-    """Undo `_quantise`: return the columns, of which those at a reduced precision become float32."""
+    """Undo `_quantise`: return the columns, with those of reduced precision converted to float32."""
     restored = {name: column for name, column in columns.items() if not name.endswith(".scale")}
     for name in [name for name in columns if name.endswith("logprobs")]:
         if columns[name].dtype not in (np.float32, np.float64):
