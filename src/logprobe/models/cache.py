@@ -56,7 +56,7 @@ def home() -> Path:
 
 
 def entry_folder(stem: str, sha256: str) -> Path:
-    """Return the folder, which need not exist, of the entry for a GGUF file with this SHA-256."""
+    """Return the folder of the cache entry for a GGUF file with this SHA-256; it need not exist."""
     return home() / "models" / f"{stem}-{sha256[:16]}-c{CONVERSION}"
 
 

@@ -223,7 +223,7 @@ def _layer_types(filled: Mapping[str, Any]) -> list[str] | None:
 
 
 def _rope_parameters(filled: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return `rope_parameters`, built from the keys that transformers 4 wrote if necessary."""
+    """Return `rope_parameters`, if necessary built from the keys that transformers 4 wrote."""
     kind = filled.get("model_type")
     given = filled.get("rope_scaling") or filled.get("rope_parameters") or {}
     if not isinstance(given, dict):

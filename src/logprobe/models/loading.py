@@ -155,7 +155,8 @@ def check_sizes(files: ModelFiles, config: PreTrainedConfig) -> None:
     """Check that a configuration does not describe a much larger model than the weight files can hold.
 
     Raises:
-        UnsupportedModelError: the module has many more parameters than the files, or cannot be built.
+        UnsupportedModelError: the module has many more parameters than the files can hold, or cannot be
+            built.
     """
     from logprobe.models.lazy import empty_model
 

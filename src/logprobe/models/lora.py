@@ -566,7 +566,7 @@ class _File:
     def _low_rank(
         self, module_name: str, num_inputs: int, num_outputs: int, *, is_embedding: bool
     ) -> tuple[Array, Array, Array | None]:
-        """Return down, up times the scale, and the LoRA bias times the scale (None if there is none)."""
+        """Return `down`, the scaled `up` and the scaled LoRA bias; the bias is None if there is none."""
         rank, scale = self._config.rank_and_scale(module_name, self._patterns)
         names = EMBEDDING_MATRICES if is_embedding else MATRICES
         down = self._take(f"{module_name}{names[0]}", (rank, num_inputs))

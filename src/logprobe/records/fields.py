@@ -33,8 +33,8 @@ class Field:
 
     A token may cover bytes of the value and of the surrounding text, such as `"pos`. `logprob` includes such
     tokens and `upper` excludes them, so the value's own conditional log-probability lies between the two.
-    The bounds are equal if there are no such tokens, or if the caller knows the exact probability of the
-    text up to each boundary of a value.
+    The bounds are equal if there are no such tokens, or if the exact probability of the text up to each
+    boundary of a value is known.
     """
 
     pointer: str  # JSON Pointer (RFC 6901); the empty string is the whole text

@@ -308,7 +308,7 @@ def _check_types(schema: pa.Schema) -> None:
         kind = field.type
         if pa.types.is_fixed_size_list(kind):
             kind = pa.list_(kind.value_type)
-        problem = f"the column {field.name[:60]!r} has the type {str(field.type)[:60]!r}"
+        problem = f"the column {field.name[:60]!r} has an invalid type {str(field.type)[:60]!r}"
         require(types.get(field.name) == kind, problem)
 
 

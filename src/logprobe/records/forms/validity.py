@@ -69,12 +69,12 @@ def check_places(columns: Sequence[ColumnHeader], num_bytes: int, alignment: int
     require(len(set(names)) == len(names), "a column is duplicated")
     for name, dtype, shape, offset in ((one.name, one.dtype, one.shape, one.offset) for one in columns):
         require(name in known, f"unknown column {name!r:.40}")
-        require(dtype in known[name], f"column {name} has the type {dtype!r:.20}")
-        require(len(shape) in {1, 2} and min(shape) >= 0, f"column {name} has the shape {shape!r:.60}")
+        require(dtype in known[name], f"column {name} has an invalid type {dtype!r:.20}")
+        require(len(shape) in {1, 2} and min(shape) >= 0, f"column {name} has an invalid shape {shape!r:.60}")
         size = prod(shape) * np.dtype(dtype).itemsize
         is_within = 0 <= offset <= offset + size <= num_bytes and offset % alignment == 0
         require(is_within, f"column {name} lies outside of the data, which is truncated or altered")
-        require(size or max(shape) <= MAX_COUNTED, f"column {name} has the shape {shape!r:.60}")
+        require(size or max(shape) <= MAX_COUNTED, f"column {name} has an invalid shape {shape!r:.60}")
 
 
 def known_columns() -> Columns:

@@ -128,7 +128,7 @@ def decode(data: bytes | memoryview) -> Rows:
     named = {
         name.removeprefix("given."): columns.pop(name) for name in [*columns] if name.startswith("given.")
     }
-    require(not named or header.given is not None, "columns of given ids, but none in the header")
+    require(not named or header.given is not None, "it has columns of given ids, but its header has none")
     given = None
     if header.given is not None:
         require(header.given.num_rows == num_rows, "given ids do not match the number of rows")

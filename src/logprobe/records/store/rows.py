@@ -173,7 +173,7 @@ class Rows:
         given: Entries | None = None,
         kept: tuple[npt.ArrayLike, npt.ArrayLike] | None = None,
     ) -> None:
-        """Add the optional data of the next `num_new` positions, before the positions themselves.
+        """Add the optional data of the next `num_new` positions; call this before adding the positions.
 
         Raises:
             ParameterError: a column is unknown or does not have `num_new` values. Nothing is added then.
