@@ -204,7 +204,7 @@ def test_an_id_is_known_from_its_submission_until_its_result_is_taken() -> None:
         with pytest.raises(KeyError, match="no transfer 'a'"):
             transfer.get_result("a")
         transfer.submit_transfer(torch.zeros(1), "a")
-        with pytest.raises(ValueError, match="transfer 'a' is under way"):
+        with pytest.raises(ValueError, match="transfer 'a' was already submitted"):
             transfer.submit_transfer(torch.zeros(1), "a")
         transfer.get_result("a")
         with pytest.raises(KeyError, match="no transfer 'a'"):

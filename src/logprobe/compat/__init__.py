@@ -6,5 +6,5 @@
 - `genlm`: genlm-backend's asynchronous next-token language models.
 
 LightLLM clients use HTTP and need no module; docs/coming-from.md lists the parameters. No other
-package imports this one.
+package of logprobe imports this one.
 """

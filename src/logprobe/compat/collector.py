@@ -114,7 +114,7 @@ class StreamingLogprobsCollector(RequestStreams[T]):
         Without `pause`, wait up to `timeout` seconds while the buffer is full.
 
         Raises:
-            BusyError: the buffer is full, and no thread will empty it or none did in time.
+            BusyError: the buffer is full, and no other thread will empty it, or none did so in time.
             BaseException: the request's callback raised this exception; the request is unregistered.
         """
         with self._lock:
@@ -156,7 +156,8 @@ class StreamingLogprobsCollector(RequestStreams[T]):
     def flush(self, req_id: str) -> None:
         """Deliver a request's pending rows to its callback now; do nothing without rows or a callback.
 
-        The callback runs on this thread, unless another thread is running it, which then delivers the rows.
+        The callback runs on this thread. If another thread is already running the callback, that thread
+        delivers the rows instead.
 
         Raises:
             BaseException: the callback raised this exception; the request is unregistered.
@@ -172,7 +173,7 @@ class StreamingLogprobsCollector(RequestStreams[T]):
             self._deliver(inbox, batch)
 
     def flush_all(self) -> None:
-        """Flush every request, then raise the first exception that a callback raised, if any."""
+        """Flush every request, then raise the first exception of a callback, if there was any."""
         with self._lock:
             names = [*self._inboxes, *self._failures]
         errors: list[Exception] = []
@@ -185,7 +186,7 @@ class StreamingLogprobsCollector(RequestStreams[T]):
             raise errors[0]
 
     def finish(self, req_id: str, error: BaseException | None = None) -> None:
-        """End a request: its stream ends after the pending rows, by raising `error` if given.
+        """End a request: after the pending rows, its stream ends, or raises `error` if given.
 
         A callback gets the pending rows and is then unregistered.
 
@@ -236,7 +237,7 @@ class StreamingLogprobsCollector(RequestStreams[T]):
         while self._is_known(inbox) and inbox.is_full and inbox.is_taken_elsewhere():
             left = CHECK_S if deadline is None else min(deadline - time.monotonic(), CHECK_S)
             if left <= 0:
-                raise BusyError(f"{name!r}: its consumer took no row within {timeout} s; retry later")
+                raise BusyError(f"{name!r}: the consumer took no row within {timeout} s; retry later")
             # check at intervals, since a reader's event loop may be closed without notice
             self._room.wait(left)
         if not self._is_known(inbox):

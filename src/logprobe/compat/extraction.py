@@ -20,7 +20,7 @@ Rows = TypeVar("Rows", "Tensor", "Array")
 def extract_top_k_logprobs_rust(logprobs: Rows, k: int) -> tuple[Rows, Rows]:
     """Return the log-probabilities and the ids of the k most probable tokens in each row.
 
-    These are the results of `kernels.extract_top_k_logprobs` in the other order.
+    `kernels.extract_top_k_logprobs` returns the same two arrays in the other order.
 
     Raises:
         ParameterError: `logprobs` has a wrong shape or dtype, or k < -1.

@@ -9,7 +9,7 @@ Differences from FastDeploy:
 - `logits_processors_args`: a key that no processor takes is rejected
 - `share_inputs["stop_flags"]`: (slots, 1) bool, all False
 - slot numbers: the slot of a request may change, so store state under `share_inputs["req_ids"]`
-- `apply(logits)`: changes to rows of requests that do not give the processor's arguments are discarded
+- `apply(logits)`: changes to a row are discarded if its request does not give the processor's arguments
 - `ThinkingBudgetLogitsProcessor`: the markers are `think_start` and `think_end`; no line break is forced
   before the end of thinking
 """

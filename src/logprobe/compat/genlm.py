@@ -11,9 +11,9 @@ Differences from genlm-backend's `AsyncVirtualLM`:
 - `GlobalLogprobsCapture` as `logprobs_capture`: receives the result of each call as one step, in the order of
   the requests; in genlm-backend it keeps only the latest step
 - `batch_next_token_logprobs_sync`: neither reads nor fills the cache, unless you pass `use_cache=True`
-- `lora_name=`: `lora=`; `LogprobeVirtualLM` takes `lora_name`
-- `eos_token_ids`: passed as ids. genlm-backend passes stop strings, which also match where other tokens spell
-  them
+- `lora_name=`: named `lora=` here; `LogprobeVirtualLM` takes `lora_name`
+- `eos_token_ids`: passed to vLLM as ids. genlm-backend passes stop strings, which also match if other tokens
+  spell them
 - `batch_sample(..., seed=1)` of equal prompts: returns distinct, reproducible samples
 - `cache`: None with `cache_size=0`; keys include the current LoRA adapter
 - `underlying_model`, `llm_engine`: vLLM's module and the `vllm.LLM`, if the model runs in this process
@@ -31,7 +31,7 @@ the only instance, `llm.processors.registered["TheClass"]`. `GlobalLogprobsCaptu
   temperature
 - `get_logprobs(index)`: -1 is the last; any index without a distribution returns None
 - the distributions after a call: the prompts of one call run in one step. If they exceed `max_num_seqs` or
-  `kv_cache_memory_bytes`, the class has the distributions of the last step, and a warning is logged
+  `kv_cache_memory_bytes`, the class has only the distributions of the last step, and a warning is logged
 """
 
 from __future__ import annotations

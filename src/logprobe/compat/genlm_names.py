@@ -1,4 +1,4 @@
-"""`GenlmNames`: the methods of `logprobe.next_token` with genlm-backend's names, and its `AsyncLM`."""
+"""`GenlmNames`: genlm-backend's names for the methods of `next_token`, and `AsyncLM` with these names."""
 
 from __future__ import annotations
 

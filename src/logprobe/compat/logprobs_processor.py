@@ -14,7 +14,7 @@ Differences from the document that describes these names:
 - `AsyncCPUTransfer`: copies any tensor to the host: `transfer.submit_transfer(tensors.logprobs, step)`, then
   `transfer.get_result(step)`. An unknown id raises `KeyError`
 - `SamplerOutput.top_k`: None without truncation; -1 in the document
-- `collector._flush_locked(req_id)`: `flush(req_id)`; callbacks run outside the lock
+- `collector._flush_locked(req_id)`: replaced by `flush(req_id)`; callbacks run outside the lock
 - `extract_top_k_logprobs_rust`: returns log-probabilities, then ids;
   `logprobe.kernels.extract_top_k_logprobs` returns the ids first
 """
@@ -560,7 +560,7 @@ class SamplerOutput:
     top_p: float | Array = 1.0
     top_k: int | Array | None = None  # None for no truncation
     spec_decode_accepted: Array | None = None  # (B,) integers, numbers of accepted draft tokens
-    logprobs_rows: Array | None = None  # (B,) integers; None if rows are the same
+    logprobs_rows: Array | None = None  # (B,) integers; None if row b is row b of `logprobs`
     processed_logprobs: LogprobsLists | None = None  # for the distribution that tokens were sampled from
     processed_rows: Array | None = None  # (B,) integers, as `logprobs_rows`
     is_valid: Array | None = None  # (B,) bool; False where the logits had NaN or +inf, or only -inf
@@ -591,7 +591,7 @@ class SamplerOutput:
 
 @dataclass(frozen=True, slots=True)
 class ModelRunnerOutput:
-    """The tokens sampled in one step by request, and the time and memory that the step used."""
+    """The tokens that one step sampled for each request, and the time and memory that the step used."""
 
     sampler_output: SamplerOutput
     req_ids: list[str]  # row b belongs to req_ids[b]
@@ -622,7 +622,8 @@ class ModelRunnerOutput:
         if ids.ndim not in {1, 2} or not len(index) == len(req_ids) == len(ids):
             raise ParameterError(
                 "req_ids",
-                f"has {len(req_ids)} ids ({len(index)} unique) for ids {ids.shape}; give one per row",
+                f"has {len(req_ids)} ids ({len(index)} unique) for token ids of shape {ids.shape}; "
+                "give one unique id per row",
             )
         output = SamplerOutput(
             sampled_token_ids=ids, logprobs=logprobs, num_samples=ids.shape[1] if ids.ndim == 2 else 1

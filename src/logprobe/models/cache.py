@@ -56,7 +56,7 @@ def home() -> Path:
 
 
 def entry_folder(stem: str, sha256: str) -> Path:
-    """Return the folder, which need not exist, of the entry for a GGUF file with this SHA-256."""
+    """Return the folder of the cache entry for a GGUF file with this SHA-256; it need not exist."""
     return home() / "models" / f"{stem}-{sha256[:16]}-c{CONVERSION}"
 
 
@@ -71,7 +71,7 @@ def is_there(folder: Path) -> bool:
 
 
 def cached(*kinds: str) -> list[Path]:
-    """List the folders of all finished and partial entries of some kinds: `models`, `panels`, `loads`."""
+    """List the folders of finished and partial entries of the given kinds: `models`, `panels`, `loads`."""
     folders = [folder for kind in kinds for folder in sorted((home() / kind).glob("*")) if folder.is_dir()]
     return [*dict.fromkeys(folder.with_name(_HALF_MADE.sub(r"\1", folder.name)) for folder in folders)]
 

@@ -1,7 +1,7 @@
 """Read a model's `config.json` and `generation_config.json` without transformers.
 
 `ModelConfig` has the keys that describe the decoders in `engine.forward.families`, under transformers' names.
-What a file leaves out gets the value that transformers would use: the family's default in
+A key that a file leaves out gets the value that transformers would use: the family's default in
 config_defaults.json, or a value computed from other keys.
 """
 
@@ -166,7 +166,7 @@ def read_generation_config(folder: Path) -> GenerationConfig:
     """Read `generation_config.json`; if there is no such file, all fields are None.
 
     Raises:
-        UnsupportedModelError: the file cannot be read, or a key has a value of another type.
+        UnsupportedModelError: the file cannot be read, or a value has a wrong type.
     """
     path = folder / GENERATION_CONFIG
     if not path.is_file():
@@ -223,7 +223,7 @@ def _layer_types(filled: Mapping[str, Any]) -> list[str] | None:
 
 
 def _rope_parameters(filled: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return `rope_parameters`, built from the keys that transformers 4 wrote if necessary."""
+    """Return `rope_parameters`, if necessary built from the keys that transformers 4 wrote."""
     kind = filled.get("model_type")
     given = filled.get("rope_scaling") or filled.get("rope_parameters") or {}
     if not isinstance(given, dict):
@@ -261,7 +261,7 @@ def _by_layer_type(filled: Mapping[str, Any]) -> dict[str, Any]:
     far, near = (dict(given.get(name) or {"rope_type": "default"}) for name in (_FULL, _SLIDING))
     far.update(filled.get("rope_scaling") or {})
     far.setdefault("rope_theta", filled["rope_theta"])
-    # transformers ignores `rope_theta` of an olmo3 file for these layers.
+    # For layers with a sliding window, transformers ignores `rope_theta` of an olmo3 file.
     default = _defaults(filled["model_type"])["rope_theta"]
     near.setdefault("rope_theta", filled.get("rope_local_base_freq", default))
     for parameters in (far, near):

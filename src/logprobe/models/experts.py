@@ -1,4 +1,4 @@
-"""Read checkpoints with separate matrices for each expert as transformers' joint parameters."""
+"""Present a checkpoint's separate matrices of each expert as transformers' joint parameters."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MLP: Final = "mlp"  # transformers' name
 
 
 def with_joined_experts(source: Source, model_type: str) -> Source:
-    """Return a source whose names are those of transformers; `source` itself if its experts are joint.
+    """Return a source with transformers' names; `source` itself if it has no separate experts.
 
     The matrices of a layer's experts become `mlp.experts.gate_up_proj`, (experts, 2 · width, hidden size),
     and `mlp.experts.down_proj`, (experts, hidden size, width).
@@ -63,7 +63,7 @@ def with_joined_experts(source: Source, model_type: str) -> Source:
 
 
 class _JoinedExperts:
-    """A source that joins tensors: the parts of an expert by rows, and experts as the first dimension."""
+    """A source that concatenates the matrices of each expert by rows, and stacks a layer's experts."""
 
     def __init__(
         self, source: Source, renamed: Mapping[str, str], joined: Mapping[str, list[list[str]]]
@@ -81,7 +81,7 @@ class _JoinedExperts:
         return self._shapes
 
     def read(self, name: str, rows: Rows = EVERY) -> Array:
-        """Read rows of one tensor; the rows of a joint parameter are experts."""
+        """Read rows of one tensor; a row of a joint parameter is an expert."""
         if name in self._renamed:
             return self._source.read(self._renamed[name], rows)
         experts = self._joined[name]

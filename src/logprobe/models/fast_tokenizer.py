@@ -6,7 +6,7 @@ The result equals that of transformers 5 (`PreTrainedTokenizerFast.from_pretrain
 - `tokenizer.json` holds the whole tokenizer. Its post-processor decides on BOS and EOS; `add_bos_token` and
   `add_eos_token` of `tokenizer_config.json` are ignored.
 - `tokenizer_config.json` names the special tokens. If it has no `added_tokens_decoder`, it is in an older
-format, and `special_tokens_map.json` and `added_tokens.json` have the missing information.
+  format, and `special_tokens_map.json` and `added_tokens.json` have the missing information.
 - Special tokens that the backend lacks are added to it, with the next free ids.
 - `chat_template.jinja` and `additional_chat_templates/*.jinja` replace the template in
   `tokenizer_config.json`.
@@ -130,7 +130,7 @@ def read_fast_tokenizer(folder: Path) -> FastTokenizer | str:
     path = folder / TOKENIZER
     if not path.is_file():
         raise ModelNotFoundError(
-            f"{folder}: no tokenizer.json there; convert the tokenizer with transformers "
+            f"{folder}: has no tokenizer.json; convert the tokenizer with transformers "
             "(AutoTokenizer.from_pretrained, save_pretrained)"
         )
     settings = _read_json(folder / SETTINGS)
@@ -172,7 +172,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _chat_templates(folder: Path, own: Any) -> str | dict[str, str] | None:
-    """Return the chat template in the folder's files, or else `own`, the one in tokenizer_config.json."""
+    """Return the chat templates in the folder's files, else `own`, the template in tokenizer_config.json."""
     files: dict[str, str] = {}
     if (folder / CHAT_TEMPLATE).is_file():
         files["default"] = (folder / CHAT_TEMPLATE).read_text(encoding="utf-8")
@@ -227,7 +227,7 @@ def _with_added_tokens(
 
 
 def _older_special_tokens(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings in special_tokens_map.json, merged with extra tokens in tokenizer_config.json."""
+    """Return the settings in special_tokens_map.json, including the extra tokens in `settings`."""
     from tokenizers import AddedToken
 
     def token(fields: dict[str, Any]) -> AddedToken:

@@ -84,8 +84,8 @@ class _Held(NamedTuple):
 def reading_errors(what: str) -> Iterator[None]:
     """Convert any exception of a library that reads model files to `UnsupportedModelError`.
 
-    Errors of this package, and ones that mean that memory, disk or file descriptors ran out, are not
-    converted.
+    Errors of this package are not converted, nor are errors that mean that memory, disk or file descriptors
+    ran out.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Save a transformers model and tokenizer that the caller has loaded to a folder for `resolve`."""
+"""Save the caller's loaded transformers model and tokenizer to a temporary folder for `resolve`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that have a short name, with the Python packages that contain them and checksums."""
+"""Models that have a short name, the Python packages that contain them, and checksums."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class KnownModel:
     packages: tuple[Package, ...]  # the GGUF file is the concatenation of their members in this order
     gguf_sha256: str
     gguf_bytes: int
-    forms: tuple[str, ...]  # panel formats of the weights, whose kernels are compiled during the download
+    forms: tuple[str, ...]  # panel formats of the weights; kernels for them are compiled during the download
 
 
 SMOLLM2: Final = KnownModel(

@@ -117,7 +117,7 @@ class _Reading(TorchFunctionMode):
         return out if bias is None else out + bias
 
     def _whole(self, value: Any) -> Any:
-        """Return an operator's argument with the values of all unread parameters in it."""
+        """Return an operator's argument, in which each unread parameter is replaced with its values."""
         if isinstance(value, list | tuple):
             return type(value)(map(self._whole, value))
         return self._read(value).to(value.dtype) if id(value) in self._unread else value
@@ -159,7 +159,7 @@ def empty_model(config: PreTrainedConfig, **options: Any) -> Any:
 
 
 def modules_of(config: PreTrainedConfig) -> ModelModules:
-    """Return the modules that LoRA weights may change in the model of a configuration.
+    """Return the modules that LoRA weights may change in a model with this configuration.
 
     Raises:
         UnsupportedModelError: for the reasons given in `empty_model`, or the model has no embedding.
@@ -189,8 +189,8 @@ def lazy_model(
 ) -> LazyModel | None:
     """Build a model on the CPU whose vectors are in memory and whose matrices are read on demand.
 
-    Return None if the checkpoint is quantized, or if its tensors are not floats with the names and shapes of
-    the module's parameters; only transformers can convert such a checkpoint.
+    Return None if only transformers can convert the checkpoint: if it is quantized, or if its tensors are not
+    floats with the names and shapes of the module's parameters.
 
     Raises:
         UnsupportedModelError: for the reasons given in `empty_model`.

@@ -67,7 +67,7 @@ def check_transformers(what: str) -> None:
     """Check that torch and transformers are installed.
 
     Raises:
-        MissingPackageError: one of them is not; the message says that `what` needs them.
+        MissingPackageError: one of them is missing; the message says that `what` needs them.
     """
     if not has_transformers():
         raise MissingPackageError(f"{what} needs torch and transformers; pip install 'logprobe[torch]'")
@@ -155,7 +155,8 @@ def check_sizes(files: ModelFiles, config: PreTrainedConfig) -> None:
     """Check that a configuration does not describe a much larger model than the weight files can hold.
 
     Raises:
-        UnsupportedModelError: the module has many more parameters than the files, or cannot be built.
+        UnsupportedModelError: the module has many more parameters than the files can hold, or cannot be
+            built.
     """
     from logprobe.models.lazy import empty_model
 
@@ -243,8 +244,8 @@ def as_state(weights: Mapping[str, Any]) -> State:
     """Return weights from a trainer under the model's names; see `plain_names`. Nothing is copied.
 
     Raises:
-        ParameterError: a value is neither array nor tensor or has another dtype, or a name belongs to
-            unmerged LoRA weights.
+        ParameterError: a value is not an array or tensor, its dtype is not supported, or for the reasons
+            given in `plain_names`.
     """
     # Not imported: if nothing has imported torch, no value is a tensor.
     kinds = (np.ndarray, getattr(sys.modules.get("torch"), "Tensor", np.ndarray))
@@ -331,15 +332,17 @@ def read_state(folder: str | Path) -> dict[str, Array]:
         try:
             state |= {name: tensor.read() for name, tensor in tensors_of(file)[0].items()}
         except (OSError, SafetensorError) as error:
-            raise UnsupportedModelError(f"{file}: cannot be read ({in_one_line(error)})") from error
+            raise UnsupportedModelError(
+                f"{file}: cannot be read ({in_one_line(error)}); save the weights again"
+            ) from error
     return dict(zip(plain_names(state), state.values(), strict=True))
 
 
 def digest_of(state: State) -> str:
     """Return a version for weights: `blake2b:` and 32 hex digits, the same in memory and in files.
 
-    The 16-byte BLAKE2b digest covers the weights in ascending order of names. For each weight it covers a
-    JSON array of name, dtype and shape, and then the bytes in row-major order.
+    The 16-byte BLAKE2b digest covers the weights in ascending order of their names: for each weight, a JSON
+    array of its name, dtype and shape, then its bytes in row-major order.
     """
     digest = hashlib.blake2b(digest_size=16)
     for name, weight in sorted(state.items()):

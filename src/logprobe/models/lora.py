@@ -1,8 +1,8 @@
 """Load LoRA adapters: low-rank matrices (Hu et al. 2021), DoRA magnitudes (Liu et al. 2024) and biases.
 
-Adapters have the format of peft, which is not needed: `_Config` is its configuration, and `_File` matches the
-tensors with the modules of the model. Parts that depend on the base model's weights (DoRA norms, replaced
-biases) are computed by `bound`, once the decoder is known.
+Adapters have peft's file format, but peft is not needed: `_Config` is an adapter's configuration, and `_File`
+matches an adapter's tensors with the modules of the model. Parts that depend on the base model's weights
+(DoRA norms, replaced biases) are computed by `bound`, once the decoder is known.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class OwnLayer(Protocol):
         """The module's bias, (out_features,) array or tensor; None if it has none."""
 
     def rows(self, start: int, end: int) -> Any:
-        """Return rows [start, end) of the matrix; a row is an output of a linear layer or a token."""
+        """Return rows [start, end) of the matrix: one per output of a linear layer, or per embedded token."""
 
 
 def bound(lora: LoraWeights, own_layer: Callable[[str], OwnLayer]) -> dict[str, LowRank]:
@@ -256,7 +256,7 @@ def stable_id(name: str) -> int:
 
 
 def resolved_folder(path: str | Path) -> Path:
-    """Return the folder of an adapter, with links resolved: a local folder, or a hub id's in the cache."""
+    """Return an adapter's folder with links resolved; `path` is a local folder or a hub id in the cache."""
     folder = Path(path).expanduser()
     if not folder.is_dir() and looks_like_hub_id(str(path)):
         from huggingface_hub import try_to_load_from_cache
@@ -297,7 +297,7 @@ def check_files(name: str, folder: Path) -> None:
 
 
 def load_lora(name: str, path: str | Path, modules: ModelModules, number: int = 0) -> LoraWeights:
-    """Load a LoRA adapter for a model with these modules from safetensors.
+    """Load a LoRA adapter from safetensors, for a model with these modules.
 
     Raises:
         ModelNotFoundError: the folder or a file is missing.
@@ -316,10 +316,12 @@ def load_lora(name: str, path: str | Path, modules: ModelModules, number: int = 
         for module_name in [*sorted(targets), *sorted(file.owners - targets)]:
             file.add_part_(lora, module_name, modules)
     except (regex.error, RecursionError) as error:
-        raise UnsupportedModelError(f"lora {name!r}: has an invalid pattern: {error}") from error
+        raise UnsupportedModelError(
+            f"lora {name!r}: has an invalid pattern: {error}; correct it in {CONFIG}"
+        ) from error
     except TimeoutError as error:
         raise UnsupportedModelError(
-            f"lora {name!r}: its patterns take longer than {PATTERN_LIMIT_S} s to match; list "
+            f"lora {name!r}: its patterns take longer than {PATTERN_LIMIT_S} s to match; in {CONFIG}, list "
             "module names instead"
         ) from error
     file.check_used()
@@ -329,9 +331,9 @@ def load_lora(name: str, path: str | Path, modules: ModelModules, number: int = 
 
 
 class _Patterns:
-    """Match regular expressions, which may take `PATTERN_LIMIT_S` together.
+    """Matches regular expressions for at most `PATTERN_LIMIT_S` seconds in total.
 
-    Catastrophic backtracking might never end, and there may be any number of patterns.
+    Without the limit, catastrophic backtracking might never end, and there may be any number of patterns.
     """
 
     def __init__(self) -> None:
@@ -373,7 +375,7 @@ class _Config(msgspec.Struct, kw_only=True):
     alpha_pattern: dict[str, float] | None = None
 
     def rank_and_scale(self, module_name: str, patterns: _Patterns) -> tuple[int, float]:
-        """Return the rank of a module's matrices, and the factor of their product."""
+        """Return the rank of a module's matrices, and the scale of their product."""
         rank = _by_pattern(self.rank_pattern or {}, module_name, self.r, patterns)
         alpha = _by_pattern(self.alpha_pattern or {}, module_name, self.lora_alpha, patterns)
         return rank, alpha / (math.sqrt(rank) if self.use_rslora else rank)
@@ -388,7 +390,9 @@ def _read_config(name: str, folder: Path) -> _Config:
         content = json.loads((folder / CONFIG).read_bytes())
         kind = content.get("peft_type")
     except (ValueError, AttributeError, RecursionError) as error:
-        raise UnsupportedModelError(f"lora {name!r}: {CONFIG} is not a JSON object") from error
+        raise UnsupportedModelError(
+            f"lora {name!r}: {CONFIG} is not a JSON object; save it again with peft"
+        ) from error
     if kind != "LORA":
         raise UnsupportedModelError(f"lora {name!r}: peft_type is {kind}; only LORA is supported")
     for option, neutral in NEUTRAL.items():
@@ -415,7 +419,9 @@ def _read_weights(name: str, folder: Path) -> dict[str, Array]:
         stored, _ = tensors_of(folder / WEIGHTS)
     except (OSError, SafetensorError) as error:
         reason = in_one_line(error)
-        raise UnsupportedModelError(f"lora {name!r}: {WEIGHTS} cannot be read: {reason}") from error
+        raise UnsupportedModelError(
+            f"lora {name!r}: {WEIGHTS} cannot be read: {reason}; save it again with peft"
+        ) from error
     if not all(key.startswith(PREFIX) for key in stored):
         foreign = [key for key in stored if not key.startswith(PREFIX)]
         raise UnsupportedModelError(
@@ -560,7 +566,7 @@ class _File:
     def _low_rank(
         self, module_name: str, num_inputs: int, num_outputs: int, *, is_embedding: bool
     ) -> tuple[Array, Array, Array | None]:
-        """Return down, up times the scale, and the LoRA bias times the scale (None if there is none)."""
+        """Return `down`, the scaled `up` and the scaled LoRA bias; the bias is None if there is none."""
         rank, scale = self._config.rank_and_scale(module_name, self._patterns)
         names = EMBEDDING_MATRICES if is_embedding else MATRICES
         down = self._take(f"{module_name}{names[0]}", (rank, num_inputs))

@@ -40,7 +40,7 @@ class LoadProgress:
         Args:
             source: the weights that will be read.
             num_bytes: size of the weights on disk.
-            num_times: how often the load reads all weights.
+            num_times: number of times that the load reads all weights.
         """
         if num_bytes < MIN_BYTES:
             return

@@ -215,7 +215,9 @@ def _link_anew(link: Path, path: Path) -> None:
             point_at(link, path)
         except OSError as error:
             reason = error.strerror or error
-            raise DownloadError(f"{link}: cannot be linked to {path} ({reason})") from error
+            raise DownloadError(
+                f"{link}: cannot be linked to {path} ({reason}); make the link's folder writable"
+            ) from error
 
 
 def _hub_folder(name: str, *, download: bool) -> Path:

@@ -1,7 +1,7 @@
 """Read and write safetensors files as NumPy arrays.
 
 Format: https://huggingface.co/docs/safetensors. The `safetensors` package checks a file's header and writes
-files. Arrays are mapped here, because the package reads copies.
+files. This module maps the arrays itself, because the package would copy them.
 """
 
 from __future__ import annotations

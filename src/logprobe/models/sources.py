@@ -122,7 +122,7 @@ class RenamedSource:
 
 
 def made_ahead(tasks: Iterable[Callable[[], T]]) -> Iterator[T]:
-    """Run tasks on a thread per core and yield their results in order, computing one per core ahead."""
+    """Run tasks on one thread per core and yield results in order, with one task per core running ahead."""
     num_threads = os.cpu_count() or 1
     waiting: deque[Future[T]] = deque()
     with ThreadPoolExecutor(num_threads) as pool:

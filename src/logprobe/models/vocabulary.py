@@ -93,7 +93,7 @@ class Vocabulary:
         return bytes(np.flatnonzero(np.bincount(single, minlength=256) == 0).astype(np.uint8))
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the exact bytes of one token; b"" for ids that only a padded output head has.
+        """Return the exact bytes of one token; b"" for ids without a token, as in a padded output head.
 
         Raises:
             ParameterError: the id is negative.
@@ -153,9 +153,9 @@ def _steps(decoder: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _alphabet() -> NDArray[np.uint16]:
-    """Return the byte of each character of byte-level pieces by code point: the inverse of GPT-2's table.
+    """Return a table from the code points of byte-level pieces to bytes: the inverse of GPT-2's table.
 
-    Other code points have `NO_BYTE`, as does the last entry, which is used for all larger ones.
+    It has `NO_BYTE` for other code points. Its last entry, also `NO_BYTE`, stands for all larger code points.
     """
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     shifted = [byte for byte in range(256) if byte not in set(plain)]

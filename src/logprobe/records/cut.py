@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 def cut_to_mass(logprobs: npt.ArrayLike, chosen_ids: npt.ArrayLike, mass: float) -> FlatLogprobs:
     """Keep the chosen token and, per row, the fewest top tokens whose total probability is at least `mass`.
 
-    `logprobs` has shape (n, V), in nats, and `chosen_ids` has shape (n,). Of tokens with equal
-    log-probabilities, the smaller id comes first. In the result, `other_logprob` is the log of the
-    probability that was removed.
+    `logprobs` has shape (n, V), in nats, and `chosen_ids` has shape (n,). Tokens with equal log-probabilities
+    are ordered by ascending id. In the result, `other_logprob` is the log of the probability that was
+    removed.
 
     Raises:
         ParameterError: `mass` is outside (0, 1], the shapes do not match, or a value is NaN or +inf.

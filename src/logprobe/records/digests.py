@@ -1,9 +1,10 @@
 """Digests of next-token distributions: 16 bytes per step, which a holder of the weights can verify.
 
 A digest samples one row of raw log-probabilities at `NUM_IDS` token ids that depend on the prompt and the
-position. Each value is rounded to `STEP` nats and stored in 16 bits, so that another processor, whose last
-bits differ, gives nearly the same digest, and other weights do not. The result is masked by a hash of the
-position and the versions of the weights: it can only be read under the versions that the reply states.
+position. Each value is rounded to `STEP` nats and stored in 16 bits. On another processor, whose results
+differ in the last bits, the same weights therefore give nearly the same digest; other weights do not. The
+digest is masked with a hash of the position and of the weight versions, so that it can only be read with the
+versions that the reply states.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 NUM_IDS: Final = 8
 STEP: Final = 2.0**-10  # nats
-MAX_CODE: Final = (1 << 16) - 1  # 64 nats or less likely, also -inf
+MAX_CODE: Final = (1 << 16) - 1  # log-probabilities of about -64 nats or less, including -inf
 KEY_TOKENS: Final = 16  # number of tokens at the prompt's end that determine the ids
 NUM_BYTES: Final = 2 * NUM_IDS
 
@@ -42,10 +43,10 @@ def digest_ids(prompt: Array, position: int, vocab_size: int) -> tuple[int, ...]
 
 
 def split_given(given: GivenLists) -> tuple[GivenLists, Array]:
-    """Separate the ids of digests, the last `NUM_IDS` of each row, from the ids that a request specified.
+    """Separate the ids that a request specified from a digest's ids, the last `NUM_IDS` of each row.
 
     Returns:
-        The entries of the specified ids, and the log-probabilities of the others, (T, NUM_IDS) in nats.
+        The entries of the specified ids, and the log-probabilities of the digests' ids, (T, NUM_IDS) in nats.
     """
     places = given.offsets[1:, None] + np.arange(-NUM_IDS, 0)
     is_specified = np.ones(len(given.token_ids), np.bool_)
@@ -56,7 +57,7 @@ def split_given(given: GivenLists) -> tuple[GivenLists, Array]:
 
 
 def digests_of(logprobs: Array, start: int, info: LogprobsInfo) -> list[bytes]:
-    """Return the digests of T positions from `start`, given log-probabilities (T, NUM_IDS) in nats."""
+    """Return the digests of T positions from `start` on, given log-probabilities (T, NUM_IDS) in nats."""
     codes = codes_of(logprobs)
     return [_masked(row.tobytes(), position, info) for position, row in enumerate(codes, start)]
 
@@ -68,7 +69,7 @@ def codes_of(logprobs: Array) -> Array:
 
 
 def read_digests(digests: Sequence[bytes], info: LogprobsInfo) -> Array:
-    """Return the codes in the digests of positions from 0, (T, NUM_IDS) uint16."""
+    """Return the codes in the digests of the first T positions, (T, NUM_IDS) uint16."""
     data = b"".join(_masked(digest, position, info) for position, digest in enumerate(digests))
     return np.frombuffer(data, "<u2").reshape(-1, NUM_IDS)
 

@@ -33,8 +33,8 @@ class Field:
 
     A token may cover bytes of the value and of the surrounding text, such as `"pos`. `logprob` includes such
     tokens and `upper` excludes them, so the value's own conditional log-probability lies between the two.
-    The bounds are equal if there are no such tokens, or if the caller knows the exact probability of the
-    text up to each boundary of a value.
+    The bounds are equal if there are no such tokens, or if the exact probability of the text up to each
+    boundary of a value is known.
     """
 
     pointer: str  # JSON Pointer (RFC 6901); the empty string is the whole text
@@ -59,8 +59,8 @@ def fields_of(record: FlatLogprobs, text: str) -> list[Field]:
         text: one JSON value, optionally surrounded by white space.
 
     Raises:
-        ParameterError: the record has no token table; the text is not valid JSON, is not a prefix of the
-            record's bytes, or its pointers exceed `MAX_POINTER_CHARS` characters in total.
+        ParameterError: the record has no token table; the text is not valid JSON or not a prefix of the
+            record's bytes; or the JSON pointers to its values exceed `MAX_POINTER_CHARS` characters in total.
     """
     table = record.table
     require(
@@ -79,7 +79,7 @@ class Split(NamedTuple):
 
 
 class Node(NamedTuple):
-    """A value in a text: its leaf values have the indices [first, stop), its text the range [begin, end).
+    """A value in a text: its leaves have the indices [first, stop), and its text is the range [begin, end).
 
     The range counts characters in `_Reader` and bytes in `Spelt`.
     """
@@ -137,8 +137,8 @@ class Spelt:
         Args:
             record: record whose chosen tokens are the ones given as `pieces`.
             masses: for each of `splits`, the log of the total probability (nats) of all tokens that start
-                with the bytes before the split. With None, each value's log-probability is only bounded from
-                both sides.
+                with the token's bytes before the split. With None, each value's log-probability is only
+                bounded from both sides.
         """
         logprobs = record.chosen_entries().logprobs.astype(np.float64)
         if masses is None:
@@ -149,9 +149,10 @@ class Spelt:
         return [self._field(node, logprobs, *sums) for node in self.nodes]
 
     def _bounds(self, logprobs: Floats) -> tuple[Floats, Floats, Floats]:
-        """Return three sums per leaf: over its tokens, those in no earlier leaf, and its inner tokens.
+        """Return three sums of log-probabilities per leaf.
 
-        Inner tokens lie entirely within the leaf.
+        The sums are over all tokens that overlap the leaf, over those of them that overlap no earlier leaf,
+        and over the tokens that lie entirely within the leaf.
         """
         # In the sum of an object or array, a token shared by several leaves counts once, with the first.
         news = np.maximum(self._starts, np.concatenate([[0], self._stops])[:-1])

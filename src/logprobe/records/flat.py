@@ -222,9 +222,9 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
                 A chosen token that is also among the k appears only once in the record.
             logprobs: shape (n, k + 1), in nats.
             ranks: shape (n,), ranks of the chosen tokens.
-            given: for caller-specified ids, four arrays: offsets (n + 1,), then ids, logprobs and ranks (N,).
-            kept: for the ids that masks and truncation kept, two arrays: offsets (n + 1,), then the ids,
-                ascending within each position.
+            given: caller-specified ids as four arrays: offsets (n + 1,), then ids, logprobs and ranks (N,).
+            kept: ids that masks and truncation kept, as two arrays: offsets (n + 1,), then the ids, ascending
+                within each position.
             extras: columns of shape (n,) by name, such as `entropy`; NaN means that a value is missing.
 
         Raises:
@@ -254,7 +254,8 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
 
     def _refuse(self, *_: object) -> NoReturn:
         raise TypeError(
-            "FlatLogprobs is append-only: no setting, deleting, inserting, popping or reversing; slice it"
+            "FlatLogprobs is append-only: its positions cannot be set, deleted, inserted or reordered; "
+            "take a slice instead"
         )
 
     insert = __setitem__ = __delitem__ = pop = remove = clear = reverse = _refuse

@@ -14,7 +14,7 @@ Stage = Literal["raw", "processed"]
 class LogprobsInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """Metadata needed to interpret the values in a record; None means unknown or not used."""
 
-    stages: tuple[Stage, ...] = ("raw",)  # raw: the model's distribution; processed: the sampled one
+    stages: tuple[Stage, ...] = ("raw",)  # raw: the model's distribution; processed: the one sampled from
     num_logprobs_asked: int | None = None  # k requested; -1 means the full vocabulary
     num_logprobs: int | None = None  # k returned
     temperature: float | None = None  # this and the next six fields define `processed`
@@ -56,7 +56,7 @@ class LogprobsInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         """Decode the output of `to_json`.
 
         Raises:
-            InputError: `text` is not such an object; the message names the field.
+            InputError: `text` is not the output of `to_json`; the message names the invalid field.
         """
         try:
             return msgspec.json.decode(text, type=cls)

@@ -3,8 +3,8 @@
 The rows are those of `records.to_arrow`, without the columns that a reply does not use, with top-k lists of
 fixed size, and with the text of each generated token. The column `request_id` names the record of a row:
 choice c of a reply has the records `c`, `c/processed` (with `logprobs_mode="both"`) and, if it is the first
-choice of its prompt, `c/prompt`. The rest of the reply is JSON in the metadata `logprobe.reply`: in the
-schema of a whole reply, and with the last batch of a stream.
+choice of its prompt, `c/prompt`. Everything else in the reply is JSON under the metadata key
+`logprobe.reply`. A whole reply has this key in its schema's metadata, a stream in that of its last batch.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ class ReplySchema:
     """The schema of one reply, and the batches of its rows.
 
     Args:
-        infos: info of the records, by the last part of their names: `""`, `processed` or `prompt`.
-        widths: the numbers of alternatives of the records, without None.
+        infos: info of the records, by the part of their names after the slash: `""`, `processed` or `prompt`.
+        widths: the numbers of alternatives per position that occur in the records; empty without records.
         extras: the names of requested extra columns.
-        has_given: the rows have entries of requested token ids.
+        has_given: True if the rows have entries of requested token ids.
         reply: JSON of the reply without rows, if it is known already.
-        is_complete: have all columns of `records.to_arrow`, unused ones with nulls only, so that
-            `read_parquet` reads the file too.
+        is_complete: if True, include all columns of `records.to_arrow`, unused ones filled with nulls, so
+            that `read_parquet` can read the file too.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class ReplySchema:
         return pa.field(field.name, pa.list_(field.type.value_type, self._k))
 
     def batches(self, parts: Iterable[Part]) -> list[pa.RecordBatch]:
-        """Return the rows of parts as one batch for each.
+        """Return one batch of rows per part.
 
         Raises:
             ParameterError: positions of a record have different numbers of alternatives.
@@ -177,13 +177,13 @@ class ReplySchema:
         return data
 
     def step(self, batches: Sequence[pa.RecordBatch]) -> bytes:
-        """Return the rows of one step of a stream, as one batch."""
+        """Return the rows of one step of a stream, merged into one batch."""
         if len(batches) > 1:
             batches = pa.Table.from_batches(batches, self.arrow).combine_chunks().to_batches()
         return b"".join(map(_message, batches))
 
     def closing(self, metadata: Mapping[bytes, bytes]) -> bytes:
-        """Return the end of a stream: a batch without rows that has `metadata`."""
+        """Return the end of a stream: a batch without rows, with `metadata` as its custom metadata."""
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, self.arrow) as writer:
             writer.write_batch(pa.RecordBatch.from_pylist([], self.arrow), custom_metadata=dict(metadata))
@@ -251,7 +251,7 @@ def _info_key(kind: str) -> bytes:
 
 
 def _after(num_before: int, values: Array) -> Array:
-    """Return values after `num_before` zeros."""
+    """Return values preceded by `num_before` zeros."""
     return np.concatenate([np.zeros(num_before, values.dtype), values]) if num_before else values
 
 
@@ -299,7 +299,8 @@ def _batches(data: bytes) -> tuple[list[pa.RecordBatch], dict[bytes, bytes]]:
 def _check_types(schema: pa.Schema) -> None:
     """Check that all columns have the types that servers write.
 
-    Dictionaries may be compressed, and lists of nulls may have any length without data.
+    With other types, a small reply could expand to any size: dictionaries may be compressed, and lists of
+    nulls need no data.
     """
     types = {field.name: field.type for field in all_fields()} | {"text": pa.string()}
     require(len(set(schema.names)) == len(schema.names), "a column is duplicated")
@@ -307,7 +308,7 @@ def _check_types(schema: pa.Schema) -> None:
         kind = field.type
         if pa.types.is_fixed_size_list(kind):
             kind = pa.list_(kind.value_type)
-        problem = f"the column {field.name[:60]!r} has the type {str(field.type)[:60]!r}"
+        problem = f"the column {field.name[:60]!r} has an invalid type {str(field.type)[:60]!r}"
         require(types.get(field.name) == kind, problem)
 
 

@@ -253,7 +253,7 @@ class HostRows:
         )
 
     def narrowed(self, k: int) -> HostRows:
-        """Return the rows with `k` alternatives each, copied (if narrower) so that these can be freed."""
+        """Return the rows with `k` alternatives each; if narrower, as a copy, so that `self` can be freed."""
         if k == self.k:
             return self
         # Copy the 1-D columns too: arrays from a device are views of one buffer that holds all columns.

@@ -1,6 +1,7 @@
 """The tokens that masks and truncation keep, and the total raw probability of these tokens.
 
-A token's processed log-probability plus `log_kept_mass` is its raw log-probability at the same temperature.
+If only masks and truncation changed a row, a kept token's processed log-probability plus `log_kept_mass` is
+its raw log-probability at the same temperature.
 """
 
 from __future__ import annotations

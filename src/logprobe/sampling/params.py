@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     GivenRoutes: TypeAlias = ExpertRoutes | NDArray[Any]
 else:
-    GivenRoutes = ExpertRoutes  # as it is sent to other processes, whose messages cannot have both types
+    GivenRoutes = ExpertRoutes  # the type sent to other processes; a field of a message cannot have both
 
 NamedIds: TypeAlias = "Sequence[int] | NDArray[np.int64] | None"
 """Token ids to report at one position in addition to the most likely ones; None: report no others."""
@@ -80,46 +80,47 @@ class SamplingParams:
         top_p: keep the smallest set of most likely tokens with at least this total probability (nucleus
             sampling, Holtzman et al. 2020).
         min_p: keep tokens with at least this fraction of the most likely token's probability.
-        repetition_penalty: divide positive logits, and multiply negative ones, of tokens in the prompt or
-            completion by this.
-        presence_penalty: subtract this from the logits of generated tokens, in [-2, 2].
-        frequency_penalty: subtract this once for each time a token was generated, in [-2, 2].
+        repetition_penalty: for each token that occurs in the prompt or completion, divide its logit by this
+            number if the logit is positive, else multiply the logit by it.
+        presence_penalty: number in [-2, 2] to subtract from the logits of generated tokens.
+        frequency_penalty: number in [-2, 2] to subtract from a token's logit once for each time the token was
+            generated.
         logit_bias: token id → nats added to its logit.
         allowed_token_ids: the only token ids that may be sampled.
         bad_words: texts that must not be generated, with or without a leading space; at most 256 characters
             each.
-        response_format: OpenAI's `text`, `json_object` or `json_schema`; also `regex`, `choice`, `ebnf`,
-            each with a value of the same name (extra `grammar`).
+        response_format: OpenAI's `text`, `json_object` or `json_schema`; also `regex`, `choice` or `ebnf`,
+            each with its value under a key of the same name (needs the extra `grammar`).
         logits_processors_args: arguments of the logits processors that the engine was started with.
         lora: name of the LoRA adapter to use (`None`: the base model).
         routed_experts: the experts to use in each layer of a mixture of experts, instead of those that the
             router chooses: an integer array (positions, layers with experts, experts per token) for the first
-            positions of the text, such as `RequestOutput.replayed_experts`. Weights of experts are still the
-            router's.
+            positions of the text, such as `RequestOutput.replayed_experts` returns. The experts' weights are
+            still the router's.
         logprobs: number of alternatives per generated token, in addition to the chosen token (`None`: off;
             0: the chosen token only; -1: the whole vocabulary).
-        prompt_logprobs: number of alternatives per prompt token, as for `logprobs`. They are raw; with
-            `processed_logprobs`, the temperature is applied, the only sampling parameter that affects prompts
-            (0 counts as 1).
+        prompt_logprobs: number of alternatives per prompt token, as for `logprobs`. The prompt's logprobs are
+            raw; with `processed_logprobs`, they are those at the request's temperature (0 counts as 1). No
+            other sampling parameter affects them.
         logprob_token_ids: report these ids, with their ranks, at every reported position. A list of lists
-            gives the ids of each position: with `prompt_logprobs` one list per prompt token (empty for the
-            first, which has no prediction), otherwise one list per generated token; positions after the last
+            gives the ids of each position: with `prompt_logprobs`, one list per prompt token (empty for the
+            first, which has no prediction); otherwise, one list per generated token. Positions after the last
             list report none.
         logprobs_mode: `raw_logprobs`: the model's own distribution; `processed_logprobs`: the distribution
             that the token was sampled from; `both`: both.
         entropy: report the entropy of each reported distribution, in nats.
         varentropy: report the variance of the surprisal of each reported distribution, in nats squared.
         margin: report the difference of the two highest logprobs of each distribution, in nats.
-        kept_ids: report the token ids that masks and truncation kept, with each processed distribution.
+        kept_ids: report the token ids that masks and truncation kept in each processed distribution.
         explain: report how each processor changed the listed candidates, at every position.
         digest: report a digest of the raw row of each generated token, from which a holder of the weights can
             verify the reply (`logprobe verify`).
         return_hidden_states: report hidden states of the prompt and of generated tokens. `last`: the states
-            after the final norm, from which the output head computes logits. Layer numbers: as in
-            transformers, 0 the embeddings, n the output of layer n, the number of layers the same as `last`;
-            negative ones count from the end.
-        return_routed_experts: report the experts that were used for each token of the prompt and before each
-            generated token.
+            after the final norm, from which the output head computes logits. A list of layer numbers: as in
+            transformers, 0 is the embeddings, n is the output of layer n, and the number of layers is the
+            same as `last`; negative numbers count from the end.
+        return_routed_experts: report the experts that were used for each prompt token and, for each generated
+            token, those that were used for the token before it.
     """
 
     # Sampling: the tokens of the completions.
@@ -333,7 +334,7 @@ def layer_numbers(name: str, value: Any) -> Literal["last"] | tuple[int, ...]:
     """Convert `value` to `last` or to a tuple of layer numbers.
 
     Raises:
-        ParameterError: `value` is neither, or has no number or one twice; the error's parameter is `name`.
+        ParameterError: `value` is neither, is empty, or has a number twice; the error's parameter is `name`.
     """
     if isinstance(value, str):
         require(value == "last", name, f"must be 'last' or a list of layer numbers, got {value!r}")

@@ -102,9 +102,10 @@ class Sampler:
     5. penalties on tokens that have already occurred;
     6. temperature: logits / temperature (0: the most likely token, without sampling or steps 7-9);
     7. top-k: the k largest, ties by ascending id;
-    8. top-p: of these, the smallest set of most likely tokens whose normalized probabilities sum to top-p;
+    8. top-p: of these, the smallest set of most likely tokens whose normalized probabilities sum to at least
+       top-p;
     9. min-p: of these, the tokens at least min-p times as likely as the most likely one;
-    10. the rest, renormalized, is *processed*;
+    10. the remaining tokens, renormalized, form the *processed* distribution;
     11. one uniform number from the request's own generator picks the token.
     """
 
@@ -277,7 +278,7 @@ def _draw(logits: Rows, changed: Rows | None, settings: DrawParams) -> Drawn:
 
 
 def _copied(logits: Rows, changed: Rows | None, rows: list[int]) -> Any:
-    """Return copies of some rows: from `changed`, which has the first rows, otherwise from `logits`."""
+    """Return copies of some rows, from `changed` for the first rows of the batch, otherwise from `logits`."""
     num_changed = 0 if changed is None else len(changed)
     copied: Any = logits[rows]
     if changed is not None:

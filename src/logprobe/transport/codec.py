@@ -6,8 +6,8 @@ per row. Blocks of at least `SHARED_BYTES` are written to shared memory, and the
 location. Only known types are decoded; nothing is unpickled.
 
 A block is an int64 table with one line per array, followed by the arrays, each aligned to 8 bytes. A line has
-the array's index in `DTYPES`, its length, and its width (-1 for one dimension); -1 in all three marks a
-missing array.
+the index of the array's dtype in `DTYPES`, the array's length, and its width (-1 if it has one dimension).
+A missing array has -1 in all three.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Codec(Generic[T]):
             for block in blocks:
                 if isinstance(block, Span) and self._writer is not None:
                     self._writer.take_back(block)
-            what = f"a message has {len(data):,} bytes, at most {MAX_MESSAGE_BYTES:,} can be sent"
+            what = f"a message has {len(data):,} bytes, but at most {MAX_MESSAGE_BYTES:,} can be sent"
             raise ParameterError(
                 "message", f"{what}; request fewer alternatives, or lower max_num_batched_tokens"
             )
@@ -156,7 +156,7 @@ class _Outgoing:
         ]
 
     def _range_of(self, rows: HostRows) -> Range:
-        """Append narrow rows to the block for their kind, others to a new block, and return their range."""
+        """Append narrow rows to their kind's block, and wider rows to a new block; return the rows' range."""
         kind = _narrow_kind(rows)
         number, start = self._ends.get(kind, (len(self._blocks), 0))
         if number == len(self._blocks):

@@ -136,7 +136,7 @@ class AsyncCPUTransfer:
         with self._lock:
             self._check_open()
             if transfer_id in self._transfers:
-                raise ValueError(f"transfer {transfer_id!r} is under way; take its result first")
+                raise ValueError(f"transfer {transfer_id!r} was already submitted; take its result first")
             future = self._begin(tensor)
             self._transfers[transfer_id] = future
         return future

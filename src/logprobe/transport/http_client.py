@@ -1,4 +1,4 @@
-"""HTTP client for one server, with bounded replies, a time limit per exchange, and retries on status 429.
+"""HTTP client for one server, with limits on the size and time of replies, and retries on status 429.
 
 Needs httpx (extra `remote`). A client belongs to one event loop.
 """

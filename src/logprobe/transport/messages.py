@@ -102,7 +102,7 @@ class DropLora(msgspec.Struct, tag=True, frozen=True):
 
 
 class LoadWeights(msgspec.Struct, tag=True, frozen=True, eq=False):
-    """Load new weights for the model, besides the current ones, and reply with their layout."""
+    """Load new weights for the model, while the current ones stay in use, and reply with their layout."""
 
     number: int
     weights: Any  # tensors by name, or a folder with safetensors files
@@ -150,7 +150,7 @@ class Drafts(msgspec.Struct, omit_defaults=True):
 
 
 def add_counts(counts: list[int], num: int) -> None:
-    """Add 1 to the first `num` counts, and append counts that are missing."""
+    """Add 1 to each of the first `num` counts; missing counts are appended."""
     counts += [0] * (num - len(counts))
     for place in range(num):
         counts[place] += 1

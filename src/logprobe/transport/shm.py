@@ -2,9 +2,10 @@
 
 Each pair of processes shares one anonymous file, divided into pages. The writer puts a block into free
 pages and publishes the block under a unique sequence number; the message contains only the first page and
-the number. The reader releases the pages when the last view of the block is gone, in any order, so that a
-slow reader only keeps its own pages in use. If no pages are free, rows are sent in messages. The file has
-no name, so the kernel frees it when both processes have ended, even after a crash.
+the number. The reader releases a block's pages when the last view of the block is gone. Blocks may be
+released in any order, so that a slow reader only keeps its own pages in use. If no pages are free, rows are
+sent in messages. The file has no name, so the kernel frees it when both processes have ended, even after a
+crash.
 """
 
 from __future__ import annotations

@@ -146,7 +146,9 @@ class RequestStreams(Generic[T]):
     async def stream(
         self, req_id: str, *, buffer_size: int | None = None, min_rows: int = 1
     ) -> AsyncGenerator[list[T]]:
-        """Yield lists of items of at most `buffer_size` rows; closing the generator unregisters the request.
+        """Yield lists of items, with at most `buffer_size` rows per list or a single item with more rows.
+
+        Closing the generator unregisters the request.
 
         Args:
             req_id: id of the request, which is opened if `open` has not been called.
@@ -222,7 +224,7 @@ class RequestStreams(Generic[T]):
             wake_all([inbox.reader])
 
     def _publish_pause(self, inbox: Inbox[T]) -> None:
-        """Pause or resume the source if `is_paused` has changed, so that both agree in the end."""
+        """Pause or resume the source until its state agrees with `is_paused`."""
         if inbox.is_paused == inbox.published:
             return
         with inbox.publishing:

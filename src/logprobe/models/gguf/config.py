@@ -132,7 +132,9 @@ def _check_size(gguf: GgufFile, name: str, value: Any) -> None:
     if isinstance(value, list):  # `_common_settings` reports values that differ between layers
         return
     if not isinstance(value, int) or not 0 < value <= _MAX_OF_ANY:
-        raise UnsupportedModelError(f"{gguf.path.name}: {name} is {value!r:.80}, which is not a valid size")
+        raise UnsupportedModelError(
+            f"{gguf.path.name}: {name} is {value!r:.80}, which is not a valid size; fetch the file again"
+        )
 
 
 def _head_dim(gguf: GgufFile, default: int) -> int:
@@ -141,7 +143,8 @@ def _head_dim(gguf: GgufFile, default: int) -> int:
         if gguf.value(key, width) != width:
             raise UnsupportedModelError(
                 f"{gguf.path.name}: {gguf.architecture}{key} is {gguf.value(key)!r:.80}, but the head "
-                f"dimension is {width!r:.80}; models whose head dimensions differ are not supported"
+                f"dimension is {width!r:.80}, and different head dimensions are not supported; "
+                "use the model's safetensors folder or hub id instead"
             )
     return int(width)
 
@@ -235,7 +238,8 @@ def _positive(gguf: GgufFile, key: str, default: float | None = None) -> float:
     value = gguf.value(key) if default is None else gguf.value(key, default)
     if not isinstance(value, int | float) or not 0 < value < math.inf:
         raise UnsupportedModelError(
-            f"{gguf.path.name}: {gguf.architecture}{key} must be a finite number > 0, got {value!r:.80}"
+            f"{gguf.path.name}: {gguf.architecture}{key} must be a finite number > 0, got {value!r:.80}; "
+            "fetch the file again"
         )
     return _shortest(value)
 

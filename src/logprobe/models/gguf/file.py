@@ -63,8 +63,8 @@ class GgufFile:
     def token_id(self, name: str) -> int | None:
         """Return the id of the special token `name`, such as `bos`; None if the file has no such token.
 
-        For the padding and unknown tokens, -1 and 2**32 - 1 mean that there is none; these tokens affect no
-        score.
+        For the padding and unknown tokens, which affect no score, the ids -1 and 2**32 - 1 also mean that
+        there is no such token.
 
         Raises:
             UnsupportedModelError: the id is outside the file's vocabulary.
@@ -75,7 +75,7 @@ class GgufFile:
             return None
         if found is not None and (type(found) is not int or not 0 <= found < size):
             raise UnsupportedModelError(
-                f"{self.path.name}: {key} is {found!r:.80}, which is no token id below {size}; "
+                f"{self.path.name}: {key} is {found!r:.80}, which is not a token id below {size}; "
                 "fetch the file again"
             )
         return found

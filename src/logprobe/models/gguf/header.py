@@ -106,7 +106,7 @@ class _Walk:
             if place.start % alignment:
                 raise self._error(f"has the tensor {name!r:.80} at the unaligned offset {place.start}")
             if place.start < end:
-                raise self._error(f"has the tensor {name!r:.80} overlapping another one")
+                raise self._error(f"has the tensor {name!r:.80}, which overlaps another one")
             end = place.start + place.num_bytes
         if begin + end > self._size:
             raise self._error("is truncated within its tensors")

@@ -75,12 +75,13 @@ def _vocabulary(gguf: GgufFile) -> dict[str, int]:
     if longest > MAX_TOKEN_CHARS:
         raise UnsupportedModelError(
             f"{gguf.path.name}: the vocabulary has a token of {longest} characters; at most "
-            f"{MAX_TOKEN_CHARS} are supported"
+            f"{MAX_TOKEN_CHARS} are supported; use the model's safetensors folder or hub id instead"
         )
     vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
     if len(vocabulary) != len(tokens):
         raise UnsupportedModelError(
-            f"{gguf.path.name}: the vocabulary has the same token twice, which is not supported"
+            f"{gguf.path.name}: the vocabulary has the same token twice, which is not supported; "
+            "use the model's safetensors folder or hub id instead"
         )
     return vocabulary
 

@@ -88,7 +88,8 @@ class GgufSource:
             except NotImplementedError as error:
                 raise UnsupportedModelError(
                     f"{self._gguf.path.name}: {name} has the type "
-                    f"{self._gguf.type_name(self._own_names[name])}, which is not supported"
+                    f"{self._gguf.type_name(self._own_names[name])}, which is not supported; "
+                    "use the model's safetensors folder or hub id instead"
                 ) from error
 
     def read(self, name: str, rows: Rows = EVERY) -> Array:
@@ -109,7 +110,7 @@ class GgufSource:
         return numbers
 
     def _order(self, own: str) -> NDArray[np.int64] | None:
-        """Return the index in the file for each row of the module's tensor; None if the order is the same.
+        """Return the file's row index for each row of transformers' tensor; None if the orders are equal.
 
         llama.cpp interleaves the rotary rows of a head: its rows (0, 1, 2, 3, ...) are transformers' rows
         (0, n/2, 1, n/2 + 1, ...).
@@ -192,4 +193,5 @@ def _check_shapes(path: Path, config: ModelConfig, found: Mapping[str, tuple[int
         raise UnsupportedModelError(
             f"{path.name}: {len(wrong)} tensors do not match {config.model_type}, such as {name:.80}: "
             f"the shape is {found.get(name, 'none')} in the file and {wanted.get(name, 'none')} in the model"
+            "; fetch a complete file, or use the model's safetensors folder or hub id instead"
         )

@@ -27,7 +27,7 @@ _CODE: Final = ("engine", "kernels", "models")
 
 
 def source_key(folder: Path) -> str:
-    """Return a key for a model's configuration and weights; large files enter with size, time and header.
+    """Return a key for a model's config and weights; for large files, it covers size, time and header only.
 
     Raises:
         OSError: a file cannot be read.
@@ -66,7 +66,7 @@ def _digest(parts: Iterable[Any]) -> str:
 
 @functools.cache
 def _code() -> tuple[str, ...]:
-    """Return digests of this package's code, and library versions, for which a verification is valid."""
+    """Return what a verification record depends on: digests of this package's code, library versions."""
     digest = hashlib.sha256()
     root = Path(__file__).parents[2]
     for name in _CODE:

@@ -54,7 +54,7 @@ def write_panels(
 
     Args:
         parts: for each matrix, the names of all modules that share the matrix.
-        packed: function that returns the panels of the matrices from an index on.
+        packed: function that takes an index in `parts` and returns the panels of the matrices from there on.
         folder: the target folder, which the caller renames afterwards.
 
     Raises:

@@ -71,7 +71,7 @@ class LoadStore:
 
         Args:
             parts: for each matrix, the names of all modules that share the matrix.
-            packed: function that returns the panels of the matrices from an index on.
+            packed: function that takes an index in `parts` and returns the panels from this matrix on.
         """
 
         def is_damaged() -> bool:
@@ -88,7 +88,7 @@ class LoadStore:
         return self.panels(is_checked=False)
 
     def record(self) -> tuple[str, Mapping[str, Any]] | None:
-        """Return the JSON record and tensors that this version of the code has stored; None if none."""
+        """Return the JSON record and tensors that this version of the code stored; None if there are none."""
         from safetensors import SafetensorError
 
         if not is_there(self._record_folder):

@@ -1,8 +1,9 @@
 """Convert records to Arrow batches and back, without loss.
 
 Each position is one row with the chosen token's values, lists of the k most likely tokens, and byte offsets.
-The `given_*` columns hold caller-specified ids. The `entry_*` columns hold the entries of records whose
-positions are not all "chosen token + k most likely". Unused columns are null.
+The `given_*` columns hold caller-specified ids. The `entry_*` columns hold all entries of a record if the
+other columns cannot, for instance because a position has more than the chosen token and the k most likely.
+Unused columns are null.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _CHOSEN = [
     pa.field("rank", pa.int64()),  # 1 + number of strictly greater logits
 ]
 _ENTRIES = [
-    pa.field("other_logprob", pa.float32()),  # nats, log of the probability outside the two below
+    pa.field("other_logprob", pa.float32()),  # nats, log of the probability outside the chosen and top tokens
     pa.field("outside_top_logprob", pa.float32()),  # nats, log of the probability outside the k most likely
     pa.field("top_ids", pa.list_(pa.int32())),  # the k most likely tokens
     pa.field("top_logprobs", pa.list_(pa.float32())),
@@ -142,7 +143,7 @@ def rows_of(batch: pa.RecordBatch | pa.Table) -> Rows:
 
 
 def _spread(values: Array, has_value: Array, missing: int | None = None) -> pa.Array:
-    """Expand values to one per position, null where `has_value` is False or the value is `missing`."""
+    """Expand values to one per position, null where `has_value` is False or the value equals `missing`."""
     spread = np.zeros(len(has_value), values.dtype)
     spread[has_value] = values
     is_null = ~has_value
@@ -156,7 +157,7 @@ def _id_column(chosen: Array, has_chosen: Array, token_ids: npt.ArrayLike | None
         return _spread(chosen, has_chosen)
     ids = np.asarray(token_ids, np.int64)
     if ids.shape != has_chosen.shape or not np.array_equal(ids[has_chosen], chosen):
-        raise ParameterError("token_ids", "do not match the tokens of the record; give one per position")
+        raise ParameterError("token_ids", "do not match the tokens of the record; give one id per position")
     return pa.array(ids)
 
 

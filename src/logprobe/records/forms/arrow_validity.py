@@ -66,7 +66,7 @@ def python_rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:
     """Return the rows of a batch as Python values.
 
     Raises:
-        ArrowInvalid: a string is not UTF-8, or a value has no Python equivalent, such as a time.
+        ArrowInvalid: a string is not UTF-8, or a value, such as a time, has no Python equivalent.
     """
     try:
         rows: list[dict[str, Any]] = batch.to_pylist()

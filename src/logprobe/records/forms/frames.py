@@ -65,9 +65,9 @@ def to_pandas(rows: Rows, tokens: TokenTable | None) -> Any:
 
 
 def frame_of(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], *, floats: Sequence[str]) -> Any:
-    """Return rows as a pandas data frame, even if there are none.
+    """Return rows as a pandas data frame that has all of `columns`, even if there are no rows.
 
-    Columns named in `floats` become float64, with NaN for None.
+    The columns named in `floats` become float64, with NaN for None.
     """
     try:
         import pandas as pd

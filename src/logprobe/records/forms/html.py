@@ -1,6 +1,6 @@
 """Records as HTML for notebooks: token texts shaded by surprisal, with details in tooltips.
 
-There is one shade per nat, from ColorBrewer's YlOrBr palette, whose shades differ in lightness alone.
+There is one shade per nat, from ColorBrewer's YlOrBr palette, whose shades can be told apart by lightness.
 `_repr_html_` of records, outputs and scores uses this module.
 """
 

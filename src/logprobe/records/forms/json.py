@@ -73,8 +73,8 @@ class ChatEncoder:
     ) -> msgspec.Raw:
         """Return a JSON array with the entries of the positions in `rows`, in that order, as in `content`.
 
-        `parts` maps positions to the bytes to write instead of the token's, where only a part of the token
-        counts; it requires a table.
+        `parts` maps a position to the bytes to write instead of all bytes of its token, for tokens of which
+        only a part belongs to the text. With `parts`, the encoder must have a table.
 
         Raises:
             ParameterError: a position has no chosen token, or `num_top` is negative.
@@ -261,7 +261,7 @@ def position_rows(
 
 
 def id_rows(record: FlatLogprobs, table: TokenTable) -> list[dict[str, dict[str, Any]] | None]:
-    """Return a map per position, as vLLM does: id to logprob, rank and text; None without a prediction.
+    """Return vLLM's map for each position: from id to logprob, rank and text; None without a prediction.
 
     The chosen token comes first.
     """

@@ -44,7 +44,7 @@ class ColumnHeader(msgspec.Struct, frozen=True):
 
 
 class RowsHeader(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Values of a set of rows that are not arrays: numbers of rows, k of the step rows, texts."""
+    """What describes a set of rows besides its columns: numbers of rows, k of the step rows, texts."""
 
     num_rows: int
     num_none: int = 0
@@ -69,12 +69,12 @@ def check_places(columns: Sequence[ColumnHeader], num_bytes: int, alignment: int
     require(len(set(names)) == len(names), "a column is duplicated")
     for name, dtype, shape, offset in ((one.name, one.dtype, one.shape, one.offset) for one in columns):
         require(name in known, f"unknown column {name!r:.40}")
-        require(dtype in known[name], f"column {name} has the type {dtype!r:.20}")
-        require(len(shape) in {1, 2} and min(shape) >= 0, f"column {name} has the shape {shape!r:.60}")
+        require(dtype in known[name], f"column {name} has an invalid type {dtype!r:.20}")
+        require(len(shape) in {1, 2} and min(shape) >= 0, f"column {name} has an invalid shape {shape!r:.60}")
         size = prod(shape) * np.dtype(dtype).itemsize
         is_within = 0 <= offset <= offset + size <= num_bytes and offset % alignment == 0
         require(is_within, f"column {name} lies outside of the data, which is truncated or altered")
-        require(size or max(shape) <= MAX_COUNTED, f"column {name} has the shape {shape!r:.60}")
+        require(size or max(shape) <= MAX_COUNTED, f"column {name} has an invalid shape {shape!r:.60}")
 
 
 def known_columns() -> Columns:
@@ -86,7 +86,7 @@ def known_columns() -> Columns:
 
 
 def check_scale(name: str, codes: Array, scale: Array | None) -> None:
-    """Check that a column of 8-bit codes has one (lowest value, step) pair per group, finite and >= 0.
+    """Check that 8-bit codes have one (smallest magnitude, step) pair per group, both finite and >= 0.
 
     Raises:
         InputError: `scale` is missing or invalid.
@@ -108,7 +108,7 @@ def check_runs(kept: Sequence[Array], num_rows: int) -> None:
         return
     require(len(kept) == 2, "a column of the kept ids is missing")
     offsets, ids = kept
-    require(offsets.shape == (num_rows + 1,) and ids.ndim == 1, "the kept ids do not have one run per row")
+    require(offsets.shape == (num_rows + 1,) and ids.ndim == 1, "the kept ids do not have one list per row")
     is_rising = int(offsets[0]) == 0 and (offsets[1:] >= offsets[:-1]).all()
     require(is_rising and int(offsets[-1]) == len(ids), "the offsets of the kept ids do not cover them")
     require(ids.min(initial=0) >= 0, "the kept ids contain a negative number")
@@ -130,27 +130,27 @@ def check_rows(header: RowsHeader, columns: Mapping[str, Array]) -> None:
     num_entries = _check_ends(*(columns.get(name, none) for name in OTHERS))
     num_none, num_others = header.num_none, len(columns.get("ends", none))
     num_steps = header.num_rows - num_none - num_others
-    require(0 <= num_none <= MAX_COUNTED, f"it claims {num_none} rows without entries")
+    require(0 <= num_none <= MAX_COUNTED, f"it claims to have {num_none} rows without entries")
     require(num_steps >= 0, f"it has {num_none + num_others} rows, but its header says {header.num_rows}")
-    require(header.k >= 0 and (num_steps or not header.k), f"{num_steps} rows of k = {header.k}")
+    require(header.k >= 0 and (num_steps or not header.k), f"k is {header.k} for {num_steps} rows")
     num_ids, num_ranks = num_steps * (header.k + 1) + num_entries, num_steps + num_entries
     for name, number in (("token_ids", num_ids), ("logprobs", num_ids), ("ranks", num_ranks)):
-        require(len(columns[name]) == number, f"{name} does not match the rows in number")
+        require(len(columns[name]) == number, f"{name} does not match the number of rows")
     ids, ranks = columns["token_ids"], columns["ranks"]
     for numbers, least in ((ids, 0), (ranks[:num_steps], 0), (ranks, NO_RANK)):
         require(int(numbers.min(initial=0)) >= least, "token_ids or ranks contains a negative number")
     if header.texts or "texts" in columns:
         codes = columns.get("texts", none)
-        require(len(codes) == num_ids, "texts does not match the entries in number")
+        require(len(codes) == num_ids, "texts does not match the number of entries")
         is_known = not num_ids or (codes.min() >= 0 and codes.max() < len(header.texts))
-        require(is_known, "texts contains numbers of texts that do not exist")
+        require(is_known, "texts contains indices of texts that do not exist")
 
 
 def _check_ends(ends: Array, is_none: Array) -> int:
-    """Check the ends of the rows that are not step rows; return their number of entries."""
-    require(is_none.shape == ends.shape, "is_none does not match the rows in number")
+    """Check the ends of the rows that are not step rows; return the number of these rows' entries."""
+    require(is_none.shape == ends.shape, "is_none does not match the number of rows")
     require(is_none.view(np.uint8).max(initial=0) <= 1, "is_none contains values other than 0 and 1")
     widths = np.diff(ends.astype(np.int64), prepend=0)
-    require(widths.min(initial=0) >= 0, "the ends of its rows do not rise")
+    require(widths.min(initial=0) >= 0, "the ends of its rows are not ascending")
     require(not widths[is_none].any(), "a row is None and has entries")
     return int(ends[-1]) if len(ends) else 0

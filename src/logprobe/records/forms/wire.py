@@ -6,22 +6,24 @@ The bytes are `LGPB`, the length of the header (4 bytes), the header (JSON) and 
 little-endian. Header and columns are each padded to a multiple of 8 bytes. The header has `version` (1),
 `rows` and `given` (`num_rows`, `num_none`, `k`, `repeats_chosen`, `texts`), `columns` (name, NumPy type
 string, shape, and offset from the end of the header), `info`, `precision` and `max_abs_error`; fields with
-their default value may be omitted. Positions come in this order: `num_none` that are None, n with a chosen
-token and the k likeliest, m with any number of entries. T is the number of all positions. The columns are:
+their default value may be omitted. There are T positions, in this order: `num_none` positions that are None,
+n positions with a chosen token and the k likeliest, and m positions with any number of entries. The columns
+are:
 
-- `token_ids`, `logprobs`, (N,): n times the chosen token, then the k likeliest; then the entries of the last
-  m positions. With `repeats_chosen`, a chosen token among the k likeliest is returned twice.
-- `ranks`, (R,): the ranks of the n chosen tokens; then those of the entries of the last m positions, -1 for
-  none.
-- `ends`, `is_none`, (m,): the number of entries of the last m positions up to the position's end, and whether
-  it is None. Only if m > 0.
-- `texts`, (N,): the index in the header's `texts` of the text given with an entry. Only if there are any.
+- `token_ids`, `logprobs`, (N,): for each of the n positions, the chosen token and then the k likeliest; after
+  these, the entries of the m positions. With `repeats_chosen`, readers see a chosen token twice if it is
+  among the k likeliest.
+- `ranks`, (R,): the ranks of the n chosen tokens; after these, the ranks of the entries of the m positions,
+  or -1 if unknown.
+- `ends`, `is_none`, (m,): for each of the m positions, the total number of entries of the m positions up to
+  its end, and whether it is None. Only if m > 0.
+- `texts`, (N,): for each entry, the index of its text in the header's `texts`. Only if entries have texts.
 - `entropy`, `varentropy`, `margin`, `log_kept_mass`, (T,): float32; NaN if not given.
-- `kept.offsets`, (T + 1,), `kept.token_ids`, (M,): the kept ids, ascending within a position, if they were
-  requested.
+- `kept.offsets`, (T + 1,), `kept.token_ids`, (M,): the ids that masks and truncation kept, ascending within a
+  position. Only if they were requested.
 - `given.*`: the same columns for the ids that the caller specified.
-- `logprobs.scale`: `uint8` only: smallest magnitude and step (of 254) of each group of 64 entries; 255 is
-  -inf.
+- `logprobs.scale`, (groups, 2): for each group of 64 entries, the magnitude of code 0 and the size of one of
+  254 steps; code 255 is -inf. Only with the precision `uint8`.
 """
 
 from __future__ import annotations
@@ -120,16 +122,16 @@ def decode(data: bytes | memoryview) -> Rows:
     num_rows = header.rows.num_rows
     extras = {name: columns.pop(name) for name in EXTRAS if name in columns}
     for name, values in extras.items():
-        require(values.shape == (num_rows,), f"{name} does not match the rows in number")
+        require(values.shape == (num_rows,), f"{name} does not match the number of rows")
     kept = [columns.pop(name) for name in ("kept.offsets", "kept.token_ids") if name in columns]
     check_runs(kept, num_rows)
     named = {
         name.removeprefix("given."): columns.pop(name) for name in [*columns] if name.startswith("given.")
     }
-    require(not named or header.given is not None, "columns of given ids, but none in the header")
+    require(not named or header.given is not None, "it has columns of given ids, but its header has none")
     given = None
     if header.given is not None:
-        require(header.given.num_rows == num_rows, "given ids do not match the rows in number")
+        require(header.given.num_rows == num_rows, "given ids do not match the number of rows")
         given = _rows_from(header.given, named)
     rows = _rows_from(header.rows, columns)
     rows.info = header.info
@@ -213,7 +215,7 @@ def _quantise(columns: dict[str, Array], precision: Precision) -> tuple[dict[str
 
 
 def _restore(columns: dict[str, Array]) -> dict[str, Array]:
-    """Undo `_quantise`: return the columns with reduced ones converted to float32."""
+    """Undo `_quantise`: return the columns, with those of reduced precision converted to float32."""
     restored = {name: column for name, column in columns.items() if not name.endswith(".scale")}
     for name in [name for name in columns if name.endswith("logprobs")]:
         if columns[name].dtype not in (np.float32, np.float64):

@@ -35,8 +35,8 @@ class Column:
     def __init__(self, typecode: str, pieces: Sequence[Array] = ()) -> None:
         """Create a column of the given arrays; `typecode` is the type of the write buffer.
 
-        Numbers of "I" and "d" are stored in the narrowest types that hold them exactly, those of "f" as
-        float32, and those of "B" as bool.
+        With "I" and "d", numbers are stored in the narrowest types that hold them exactly; with "f", as
+        float32; with "B", as bool.
         """
         self._typecode = typecode
         starts = (0, *accumulate(map(len, pieces))) if pieces else (0,)
@@ -72,7 +72,7 @@ class Column:
             self._add(np.empty(0))
 
     def truncate(self, length: int) -> None:
-        """Remove numbers after the first `length`, which are in the write buffer."""
+        """Keep the first `length` numbers; the numbers to remove must be in the write buffer."""
         del self.waiting[length - self._held[1][-1] :]
 
     def _add(self, values: Array) -> None:
@@ -120,7 +120,7 @@ class Column:
         return values
 
     def cut(self, start: int, stop: int) -> Column:
-        """Return a column of numbers [start, stop) that shares memory and grows on its own."""
+        """Return a column of numbers [start, stop) that shares their memory but grows independently."""
         return Column(self._typecode, self._pieces(start, stop))
 
 

@@ -143,8 +143,8 @@ class Entries:
 def top_of_row(ids: list[int], ranks: Sequence[int | None]) -> list[int]:
     """Return the indices of a row's k most likely tokens, by rank.
 
-    They are all indices but the first, which is the chosen token's. The first is inserted if the other ranks
-    have a gap, or end, at its rank.
+    Entry 0 is the chosen token, and the other entries are in order of rank. Entry 0 is included only if the
+    others skip its rank or end just before it.
     """
     rest = list(range(1, len(ids)))
     if not ids or ids[0] in ids[1:]:
@@ -158,9 +158,9 @@ def top_of_row(ids: list[int], ranks: Sequence[int | None]) -> list[int]:
 def logs_outside_top(chosen: Entries, top: Entries, *, with_chosen: bool) -> Array:
     """Return the log of the probability outside each position's top tokens, (n,) float32 in nats.
 
-    `with_chosen` counts a chosen token outside of them as one of them. NaN for positions without a
-    prediction, -inf if nothing remains. The result is log(-expm1(s)) of the log-sum-exp s, which is accurate
-    for small remainders.
+    With `with_chosen`, the chosen token counts as a top token. The result is NaN for positions without a
+    prediction, and -inf if nothing remains. It is computed as log(-expm1(s)), where s is the log-sum-exp of
+    the top tokens; this is accurate for small remainders.
     """
     num_rows, widths = top.num_rows, np.diff(top.offsets)
     has_chosen = chosen.offsets[1:] > chosen.offsets[:-1]
@@ -183,7 +183,7 @@ def logs_outside_top(chosen: Entries, top: Entries, *, with_chosen: bool) -> Arr
     with np.errstate(divide="ignore"):  # log of a sum or remainder of 0
         rest = np.log(-np.expm1(np.minimum(largest + np.log(totals), 0)))
     if not with_chosen:
-        # If rounding gives the top tokens all of the probability, that of a chosen token outside remains.
+        # Rounding may give the top tokens all of the probability; at least the chosen token's remains.
         rest = np.maximum(rest, alone)
     rest[chosen.none_flags()] = np.nan
     return rest.astype(np.float32)

@@ -173,7 +173,7 @@ class Rows:
         given: Entries | None = None,
         kept: tuple[npt.ArrayLike, npt.ArrayLike] | None = None,
     ) -> None:
-        """Add the optional data of the next `num_new` positions, before the positions themselves.
+        """Add the optional data of the next `num_new` positions; call this before adding the positions.
 
         Raises:
             ParameterError: a column is unknown or does not have `num_new` values. Nothing is added then.
@@ -194,7 +194,7 @@ class Rows:
             offsets, ids = np.asarray(kept[0], np.int64), np.asarray(kept[1])
             _check_offsets("kept", offsets, num_new)
             if ids.shape != (int(offsets[-1] - offsets[0]),):
-                raise ParameterError("kept", f"offsets end at {offsets[-1]}, but there are {ids.shape} ids")
+                raise ParameterError("kept", f"offsets end at {offsets[-1]}, but ids have shape {ids.shape}")
             self._append_kept(offsets, ids)
         for name, column in values.items():
             own = self.extra_columns.get(name) or Column("f")
@@ -254,7 +254,7 @@ class Rows:
         return int(self.ends.tolist(place - 1, place)[0]) if place else 0
 
     def spans_of(self, start: int, stop: int) -> tuple[range, range, slice, slice]:
-        """Return the rows of `Steps` and of `Entries` in [start, stop), and their entries and ranks."""
+        """Return rows [start, stop) as ranges of `Steps` and `Entries`, and slices of entries and ranks."""
         num_none, num_steps, width = self.num_none, self.num_steps, self.width
         first, last = max(start - num_none, 0), max(stop - num_none, 0)
         steps = range(min(first, num_steps), min(last, num_steps))
@@ -431,7 +431,7 @@ class Rows:
             self.kept_ids = Column("I", [kept.token_ids])
 
     def share(self, other: Rows, start: int, stop: int) -> None:
-        """Take over rows [start, stop) of another record, without its optional data."""
+        """Become rows [start, stop) of another record, sharing its memory, without its optional data."""
         steps, others, cells, ranks = other.spans_of(start, stop)
         self.num_rows, self.num_steps = stop - start, len(steps)
         self.num_none = self.num_rows - len(steps) - len(others)
@@ -448,7 +448,7 @@ class Rows:
     def state(self, max_none: int) -> tuple[dict[str, Any], dict[str, Array]]:
         """Return scalars and columns from which `from_state` restores the rows, without optional data.
 
-        More than `max_none` leading positions without a prediction are stored like any other position.
+        If more than `max_none` leading positions have no prediction, all positions are stored as `Entries`.
         """
         if self.num_none > max_none:
             part = Rows()
@@ -495,4 +495,4 @@ class Rows:
 
 def _check_offsets(name: str, offsets: Array, num_rows: int) -> None:
     if offsets.shape != (num_rows + 1,):
-        raise ParameterError(name, f"{len(offsets)} offsets for {num_rows} positions; give n + 1")
+        raise ParameterError(name, f"has {len(offsets)} offsets for {num_rows} positions; give n + 1 offsets")

@@ -21,7 +21,7 @@ class Steps(NamedTuple):
     """Fixed-width rows with k + 1 entries and the chosen token's rank.
 
     A chosen token that is also among the k most likely is stored twice. Readers see it once, unless
-    `repeats_chosen` is set, which means that the caller's columns contained the token twice.
+    `repeats_chosen` is set: then the caller's own columns contained it twice.
     """
 
     token_ids: Array  # (n, k + 1) integers >= 0, column 0 the chosen token
@@ -43,8 +43,8 @@ class Steps(NamedTuple):
         if len(shape) != 2 or shape[1] == 0 or rows.logprobs.shape != shape or rows.ranks.shape != shape[:1]:
             raise ParameterError(
                 "token_ids",
-                f"token_ids {shape}, logprobs {rows.logprobs.shape} and ranks {rows.ranks.shape} "
-                "must be (n, k + 1), (n, k + 1) and (n,)",
+                f"has shape {shape}, logprobs {rows.logprobs.shape} and ranks {rows.ranks.shape}; "
+                "give shapes (n, k + 1), (n, k + 1) and (n,)",
             )
         for name, values in (("token_ids", rows.token_ids), ("ranks", rows.ranks)):
             if values.dtype.kind not in "iu" and values.size:
