@@ -106,7 +106,7 @@ def split_texts(
 
     Trailing white space of the context is moved to the continuation, and an empty context becomes the model's
     BOS, or EOS if it has no BOS (as in lm-evaluation-harness). If a token spans the boundary for any
-    continuation, all of them are scored by bytes, after the leading tokens that all have in common.
+    continuation, all continuations are scored by bytes, after the leading tokens that all joined texts share.
 
     Args:
         edge: the model's tokenizer.
@@ -117,9 +117,8 @@ def split_texts(
             its trailing white space stays in the context.
 
     Raises:
-        ParameterError: a continuation is empty, or the context cannot be scored by bytes, because the token
-            that spans its end is the first or a special token, or because the tokenizer rewrites text across
-            the boundary.
+        ParameterError: a continuation is empty; the token that spans the end of the context is the first
+            token or a special token; or the tokenizer rewrites text across the boundary.
     """
     require(all(continuations), "continuation", "is empty; there is nothing to score")
     stripped = context.rstrip()
