@@ -88,7 +88,7 @@ class LogitsProcessor(ABC):
     """Base class of logits processors; a processor only gets rows of requests that set its arguments.
 
     One instance serves all requests. State about a request must be derivable from the request's row
-    (arguments, prompt, output tokens), because a preempted request resumes with all of its tokens.
+    (arguments, prompt, output tokens), because a preempted request resumes as a new row with all its tokens.
     `Args` declares typed arguments: its fields are keys of `logits_processors_args`. `arg_names` declares
     only names. A processor with neither runs on requests that set a key which no other registered processor
     has.
@@ -117,7 +117,7 @@ class LogitsProcessor(ABC):
         """Raise `ValueError` if arguments with valid types cannot be used; called from any thread."""
 
     def is_argmax_invariant(self) -> bool:
-        """Return True if the argmax never changes; greedy rows then skip it, unless `keeps_rows`."""
+        """Return True if the argmax never changes; unless `keeps_rows`, greedy rows skip this processor."""
         return False
 
     def update_state(self, batch: BatchState) -> None:  # noqa: B027 - a stateless rule has nothing to do

@@ -202,7 +202,7 @@ class _Tokens:
         self._max_token_bytes = max(map(len, self.tokens))
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Return the first token ids of a text that the grammar forces; their bytes are the text's start.
+        """Return the first token ids of a text that the grammar forces; `text` begins with their bytes.
 
         llguidance passes the last token that was generated and all text that is forced after it. It then
         allows only the next token in the result, even if this token does not match the grammar.
@@ -234,9 +234,9 @@ class _Tokens:
         return token_ids[start:] if b"".join(pieces) == data else None
 
     def _longest_tokens(self, data: bytes) -> list[int]:
-        """Return greedy longest-match tokens, up to just beyond the length of the longest token.
+        """Return greedy longest-match tokens, until they have more bytes than the longest token.
 
-        They end before a position at which no token matches.
+        They end earlier if no token matches at a position.
         """
         token_ids: list[int] = []
         place = 0
@@ -256,7 +256,7 @@ class _Tokens:
 
     @cached_property
     def _ids(self) -> dict[bytes, int]:
-        """Map from bytes to token; the highest id wins, as byte fallback tokens (`<0x20>`) have low ids."""
+        """Map from bytes to id; of equal tokens, the highest id wins, as byte fallbacks have low ids."""
         ids = {self._plain_bytes(token_id): token_id for token_id in range(len(self.tokens))}
         ids.pop(b"", None)
         return ids
