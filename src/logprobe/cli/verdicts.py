@@ -24,7 +24,7 @@ DISTRIBUTION_WORDS: Final = {
     "penalised": "after penalties",
     "masked": "after a mask or a bias",
     "scaled": "after a temperature that was not requested",
-    "none": "none that was computed",
+    "none": "none of the distributions that were computed",
 }
 """Description of each distribution, by name."""
 
