@@ -263,7 +263,7 @@ class ProcessorError(EngineError):
 class RequestAbortedError(EngineError):
     """The request was aborted before it ended.
 
-    Remedy: none if you aborted it; otherwise retry: a reset or a closed event loop aborts pending requests.
+    Remedy: none if you aborted it; otherwise retry. A reset or a closed event loop also aborts requests.
     """
 
 
