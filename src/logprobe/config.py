@@ -158,8 +158,8 @@ class SchedulerConfig:
         max_num_seqs: maximum number of requests that run at once.
         async_scheduling: run the next step while the previous step's results are copied and delivered; the
             results do not change.
-        speculate: guess the next tokens, and verify several in one step; the results do not change, also for
-            a given seed. True or `lookup` takes the guesses from repetitions in the text; `model:NAME` also
+        speculate: guess the next tokens, and verify several in one step; neither the sampled tokens nor other
+            results change. True or `lookup` takes the guesses from repetitions in the text; `model:NAME` also
             takes them from a second, smaller model with the same tokenizer; False or `off` guesses nothing.
     """
 
@@ -212,8 +212,8 @@ class LoadConfig:
     Args:
         weights: `checkpoint` keeps weights in memory as in the model's file, or in the narrowest float type
             that represents them exactly, and converts them to float32 during computation. `plain` uses
-            transformers' own modules. `auto` is `checkpoint` if the logits are float32 and native kernels
-            (CPU) or the GPU decoder can run the model, else `plain`.
+            transformers' own modules. `auto` is `checkpoint` if the logits are float32 and either the CPU has
+            native kernels or the GPU decoder can run the model, else `plain`.
         arithmetic: how products with weights are computed. On a CPU `fma` (float32 fused multiply-adds). On a
             GPU `bf16x3` (each float32 activation is split into three bfloat16 numbers for the tensor cores;
             as accurate as float32) or `bf16` (activations are rounded to bfloat16; faster for long prompts,

@@ -404,8 +404,8 @@ class Model:
             progress: show a progress bar on stderr.
 
         Raises:
-            ParameterError: a label is empty, or equals or begins another label; a prompt is too long; or
-                `content_free` is given without `correction="calibrated"`.
+            ParameterError: a label is empty, equals another label or is a prefix of one; a prompt is too
+                long; or `content_free` is given without `correction="calibrated"`.
             BatchError: some requests failed.
         """
         from logprobe.analysis.labels import classify_plan

@@ -132,8 +132,8 @@ def audit(
     The exact log-probabilities are computed by a local model. For a server, the verdict is PASS or FAIL. The
     report states which distribution the log-probabilities are from, how large their errors are, and whether
     they are the same in batches, streams and prompts of all lengths. With --conformance, the API is checked
-    instead of the numbers: are fields accepted but ignored, or do tokens have the text or bytes of other
-    tokens?
+    instead of the numbers, for fields that are accepted but ignored, and for tokens that have the text or
+    bytes of other tokens.
 
     For stored rollouts, the sampler's log-probabilities are compared with a trainer's log-probabilities of
     the same tokens, from --model or TRAINER.parquet. The report says which correction to apply.
@@ -254,7 +254,7 @@ def _read_report(path: Path) -> AuditReport:
     try:
         return AuditReport.from_dict(json.loads(path.read_bytes()))
     except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror or error})") from error
+        raise InputError(f"{path}: cannot be read ({error.strerror or error}); use another file") from error
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: is not a report written with -o ({error})") from error
 
@@ -265,7 +265,9 @@ def _write(path: Path | None, write: Callable[[Path], object]) -> None:
     try:
         write(path)
     except OSError as error:
-        raise OutputError(f"{path}: cannot be written ({error.strerror or error})") from error
+        raise OutputError(
+            f"{path}: cannot be written ({error.strerror or error}); use another path"
+        ) from error
 
 
 @contextmanager

@@ -65,8 +65,8 @@ class ScoreFlags:
     stride: Annotated[
         int | None,
         _scores(
-            help="Tokens from one window's start to the next; by default half a window. If it is a full "
-            "window, windows are disjoint, and the first token of each has no logprob."
+            help="Tokens from one window's start to the next; by default half a window. A stride of a full "
+            "window makes windows disjoint; the first token of each then has no logprob."
         ),
     ] = None
     boundary: Annotated[

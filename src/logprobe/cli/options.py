@@ -77,15 +77,15 @@ class LoadFlags:
         int | None,
         _model(
             help="Size of the KV cache in bytes. By default, on a CPU a quarter of the memory that the "
-            "weights leave free, at most 1 GiB; on a GPU 70 % of it.",
+            "weights leave free, at most 1 GiB; on a GPU 70 % of that memory.",
         ),
     ] = None
     weights: Annotated[
         str,
         _model(
             help="checkpoint (keep the precision of the model's file), plain (transformers' own modules), "
-            "or auto (checkpoint for float32 logits, if a native CPU or GPU decoder can run the model; else "
-            "plain)."
+            "or auto (checkpoint if logits are float32 and either the CPU has native kernels or the GPU "
+            "decoder can run the model, else plain)."
         ),
     ] = "auto"
 

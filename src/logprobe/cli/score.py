@@ -44,7 +44,7 @@ def score(
     context: Annotated[
         str | None,
         typer.Option(
-            help="Text before the text to score, which is not scored itself.",
+            help="Context before the text: only the text is scored, given this context.",
             rich_help_panel="Input",
         ),
     ] = None,
@@ -68,8 +68,8 @@ def score(
     stride: Annotated[
         int | None,
         _windows(
-            help="Tokens from one window's start to the next; by default half a window. If it is a full "
-            "window, windows are disjoint, and the first token of each has no logprob."
+            help="Tokens from one window's start to the next; by default half a window. A stride of a full "
+            "window makes windows disjoint; the first token of each then has no logprob."
         ),
     ] = None,
     model: ModelFlags,

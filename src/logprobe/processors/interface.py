@@ -100,10 +100,11 @@ class LogitsProcessor(ABC):
     ] = ()  # names of the arguments of a processor without `Args`; values are passed unchanged
     # if True, also run, with default arguments, on requests without its arguments
     applies_to_all: ClassVar[bool] = False
-    # True if it keeps state across steps. If False, it may get several rows of a sample, one per draft token.
+    # True if the processor keeps state across steps. If False, a step may have several rows of a sample, one
+    # per draft token.
     keeps_state: ClassVar[bool] = True
-    # True if it records rows for later reading. It then gets greedy rows even if it is argmax-invariant. If
-    # it also applies to all requests, the prompts of one call are processed in one step.
+    # True if the processor records rows for later reading. It then gets greedy rows even if it is
+    # argmax-invariant. If it also applies to all requests, the prompts of one call are processed in one step.
     keeps_rows: ClassVar[bool] = False
 
     @abstractmethod

@@ -201,7 +201,7 @@ def _render(
     require(
         size <= MAX_TEMPLATE_CHARS,
         "messages",
-        f"the model's chat template has {size} characters, more than {MAX_TEMPLATE_CHARS}",
+        f"the model's chat template has {size} characters, more than {MAX_TEMPLATE_CHARS}; use a shorter one",
     )
     return PROCESS.render(template, arguments)
 
@@ -212,7 +212,11 @@ def _template_for(templates: str | Mapping[str, str], tools: Sequence[Mapping[st
         return templates
     name = "tool_use" if tools is not None and "tool_use" in templates else "default"
     known = ", ".join(sorted(templates))
-    require(name in templates, "messages", f"the model's chat templates ({known}) have no default")
+    require(
+        name in templates,
+        "messages",
+        f"the model's chat templates ({known}) have no default; use text completion",
+    )
     return templates[name]
 
 

@@ -41,9 +41,9 @@ def check_laid_out(
 ) -> bool:
     """Reject fields that had no effect on `laid_out`, the template's output for `messages`.
 
-    If `messages` were derived from the caller's messages, `numbers` has, for each of them, the index of the
-    caller's message, or `OWN_TEXT` for a generated message that describes the tools. Return True if every
-    mark was rendered: then conversations with the same roles and fields but other texts are rendered
+    If `messages` differ from the caller's messages, `numbers` maps each index in `messages` to the index of
+    the caller's message, or to `OWN_TEXT` for a generated message that describes the tools. Return True if
+    every mark was rendered: then conversations with the same roles and fields but other texts are rendered
     completely, too.
 
     Raises:

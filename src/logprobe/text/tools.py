@@ -58,7 +58,7 @@ def read_tools(tools: Sequence[Mapping[str, Any]]) -> list[Tool]:
             raise ParameterError(
                 f"{where}.name", "must be a string; a tool is {type: function, function: {name, ...}}"
             )
-        require(name not in found, f"{where}.name", f"is also the name of another tool: {name!r}")
+        require(name not in found, f"{where}.name", f"is also the name of another tool: {name!r}; rename one")
         parameters = function.get("parameters")
         parameters = {"properties": {}, "additionalProperties": False} if parameters is None else parameters
         is_object = isinstance(parameters, Mapping) and parameters.get("type", "object") == "object"

@@ -268,7 +268,7 @@ def _check_size(name: str, value: Any) -> None:
     require(
         name != "choice" or len(value) <= MAX_CHOICES,
         name,
-        f"has {len(texts)} choices; at most {MAX_CHOICES}",
+        f"has {len(texts)} choices; use at most {MAX_CHOICES}",
     )
     _check_bytes(name, sum(map(_num_bytes, texts)))
     if name in {"regex", "ebnf"}:
@@ -284,7 +284,11 @@ def _check_shape(schema: Any) -> None:
         num_parts += len(parts)
         depth += bool(parts)
         _check_parts("json_schema", num_parts)
-        require(depth <= MAX_GRAMMAR_DEPTH, "json_schema", f"is nested deeper than {MAX_GRAMMAR_DEPTH}")
+        require(
+            depth <= MAX_GRAMMAR_DEPTH,
+            "json_schema",
+            f"is nested deeper than {MAX_GRAMMAR_DEPTH}; flatten it",
+        )
         level = []
         for part in parts:
             level += [*part, *part.values()] if isinstance(part, dict) else part
@@ -296,12 +300,14 @@ def _num_bytes(text: str) -> int:
 
 
 def _check_bytes(name: str, num_bytes: int) -> None:
-    require(num_bytes <= MAX_GRAMMAR_BYTES, name, f"has {num_bytes} bytes; at most {MAX_GRAMMAR_BYTES}")
+    require(num_bytes <= MAX_GRAMMAR_BYTES, name, f"has {num_bytes} bytes; use at most {MAX_GRAMMAR_BYTES}")
 
 
 def _check_parts(name: str, num_parts: int) -> None:
     require(
-        num_parts <= MAX_GRAMMAR_PARTS, name, f"has {num_parts} parts or more; at most {MAX_GRAMMAR_PARTS}"
+        num_parts <= MAX_GRAMMAR_PARTS,
+        name,
+        f"has {num_parts} parts or more; use at most {MAX_GRAMMAR_PARTS}",
     )
 
 
