@@ -317,7 +317,7 @@ class Model:
     ) -> list[Score]:
         """Score continuations given their contexts; a context shared by several pairs is computed once.
 
-        For texts, the joined text is tokenized. White space at the end of the context is scored with the
+        For texts, the joined text is tokenized. Whitespace at the end of the context is scored with the
         continuation, and an empty context is replaced with BOS (or EOS). If a token spans the end of the
         context, the probability of the continuation's bytes is summed over all their tokenizations
         (docs/scoring.md), and the score's `boundary` is "bytes" instead of "token".
@@ -542,7 +542,7 @@ class Model:
         index: int = 0,
         max_rows: int = MAX_ROWS,
     ) -> list[FieldDistribution]:
-        """Return the log-probability of each value in a JSON reply, and of the other values in its schema.
+        """Return the log-probability of each value in a JSON reply, and of all values that its schema lists.
 
         If the schema lists the values allowed at a position (enum, const, boolean, integers between two
         bounds, or a union of these), `members` has the log-probability of each value, summed over all
@@ -614,9 +614,9 @@ class Model:
                 are reproducible, and the first answer equals the one from `generate`. Parameters that select
                 logprobs must be left at their defaults.
             same: function that returns True if two texts mean the same, called on a worker thread; by
-                default, texts mean the same if they are equal without surrounding white space.
-            stop_when: stops an answer when its confidence is low; a stopped answer is in `answers`, but
-                counts in no measure over all answers.
+                default, texts mean the same if they are equal without surrounding whitespace.
+            stop_when: stops an answer when its confidence is low; a stopped answer is in `answers`, but is
+                left out of all measures outside `answers`.
             window: number of tokens in a group for the group confidence; the default is the window of
                 `stop_when`, or 2,048.
             k: number of likeliest tokens that define a token's confidence; the default is the `k` of
@@ -690,7 +690,7 @@ class Model:
         and is conditional on a word beginning at its first token: P(tokens) · P(the next token begins a word,
         or ends the text) / P(the first token begins a word). The probabilities of all words then sum to 1
         (Pimentel & Meister 2024, https://arxiv.org/abs/2406.14561; Oh & Schuler 2024,
-        https://arxiv.org/abs/2406.10851). A token begins a word if its text begins with white space or if it
+        https://arxiv.org/abs/2406.10851). A token begins a word if its text begins with whitespace or if it
         is EOS. If the first token does not begin a word in this sense (mostly at the beginning of a text),
         there is no division, as in minicons' `bow_correction`. The logprobs of tokens and spans do not
         change.

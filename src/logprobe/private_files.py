@@ -1,4 +1,4 @@
-"""Files and folders that are kept between processes and that other users must not write to or replace.
+"""Files and folders that outlive a process and that other users must not write to or replace.
 
 Readers ignore files that other users could have written, and log one line per path.
 """

@@ -50,7 +50,7 @@ COMMANDS: Final = {
 
 
 def make_app(names: Iterable[str] = COMMANDS) -> typer.Typer:
-    """Return the root command with the named commands; the others are not imported."""
+    """Return the root command with the named commands; all other commands are not imported."""
     app = typer.Typer(
         name="logprobe",
         rich_markup_mode=None,

@@ -130,7 +130,7 @@ def errors_words(report: AuditReport) -> str:
 
 
 def steadiness_words(report: AuditReport) -> str:
-    """Return under how many circumstances log-probabilities were steady, and the worst of the others."""
+    """Return in how many circumstances log-probabilities were steady, and the worst unsteady circumstance."""
     unsteady = [row for row in report.steadiness if not row.is_equal]
     num_rows = len(report.steadiness)
     words = f"steady in {num_rows - len(unsteady)} of {num_rows} circumstances"

@@ -51,7 +51,7 @@ CONTEXT_BYTES: Final = 1_000
 PART_MARKS: Final = (
     ":([{"  # every part in a grammar, a regex, or a schema within a grammar contains one of these
 )
-# Each value has one serialization, that of Python's json, so that small models cannot loop on white space.
+# Each value has one serialization, that of Python's json, so that small models cannot loop on whitespace.
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 

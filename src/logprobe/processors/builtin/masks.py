@@ -172,7 +172,7 @@ class BannedWordsLogitsProcessor(MaskLogitsProcessor):
 def word_sequences(model: ModelFacts, word: str) -> tuple[tuple[int, ...], ...]:
     """Return the tokens that a text has inside a longer text, without and with a leading space.
 
-    If the text is white space only, it is used unchanged.
+    If the text is whitespace only, it is used unchanged.
     """
     bare = word.lstrip(" ")
     texts = (bare, " " + bare) if bare.strip() else (word,)

@@ -2,8 +2,8 @@
 
 Special tokens contribute no bytes to a channel. The exceptions are special tokens within a tool call, whose
 text is reported as written, and those that the pieces show as text (`Piece.text_tokens`).
-White space before and after a marker is dropped with the marker; a reply without markers keeps all of its
-white space. A tool call must have a name, and arguments that are a JSON object. Any other text between call
+Whitespace before and after a marker is dropped with the marker; a reply without markers keeps all of its
+whitespace. A tool call must have a name, and arguments that are a JSON object. Any other text between call
 markers becomes content, together with the markers.
 """
 
@@ -185,10 +185,10 @@ def _part(channel: Channel, bits: Iterable[Bit], index: int = 0, call: ToolCall 
 
 
 class _Speech:
-    """Buffer for content and reasoning that holds white space until it is known if a marker follows."""
+    """Buffer for content and reasoning that holds whitespace until it is known if a marker follows."""
 
     def __init__(self) -> None:
-        self.space: list[Bit] = []  # held trailing white space
+        self.space: list[Bit] = []  # held trailing whitespace
         self._bits: dict[Channel, list[Bit]] = {}  # not yet returned
         self._channel: Channel = "content"  # channel of the latest text
         self._is_after_mark = False
@@ -210,13 +210,13 @@ class _Speech:
                 self.space.append(Bit(position, text[len(words) :]))
 
     def mark(self, bits: list[Bit]) -> None:
-        """Drop the white space around a marker; without `bits` (at the end of the text), do nothing."""
+        """Drop the whitespace around a marker; without `bits` (at the end of the text), do nothing."""
         if bits:
             self.space = []
             self._is_after_mark = True
 
     def end(self) -> None:
-        """End the text: no marker follows, so held white space is kept."""
+        """End the text: no marker follows, so held whitespace is kept."""
         self._give(self.space)
         self.space = []
 
