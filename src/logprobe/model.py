@@ -383,7 +383,7 @@ class Model:
         confidence: FittedConfidence | None = None,
         progress: bool = False,
     ) -> list[Classification]:
-        """Return the probability of each label as the complete answer, with one classification per prompt.
+        """Return the probability that the answer begins with each label, with one classification per prompt.
 
         A prompt is computed once for all of its labels. Results have the labels' probabilities (`logprobs`,
         `mass`) and the probabilities normalized to sum to one (`probabilities`).
@@ -398,9 +398,9 @@ class Model:
                 mean per token (Brown et al. 2020), and "calibrated" their ratio to the probabilities after a
                 content-free prompt (Zhao et al. 2021).
             content_free: the content-free prompt, in the same format as the prompts; the default is `N/A`.
-            confidence: a fit by `logprobe.analysis.calibrate` to results of the same model, prompt, labels
-                and `correction`; results then have `confidence`, the probabilities and set of labels under
-                this fit.
+            confidence: a fit by `logprobe.analysis.calibrate` to results of the same model, prompt template,
+                labels and `correction`; results then have `confidence`, the probabilities and set of labels
+                under this fit.
             progress: show a progress bar on stderr.
 
         Raises:
@@ -687,13 +687,13 @@ class Model:
         """Score every token of one or more texts, with ranks and entropies.
 
         With `boundary="end"`, the probability of a word or sentence includes that its last word ends there,
-        and is conditional on a word beginning at its first token: P(tokens) · P(the next token begins a word,
-        or ends the text) / P(the first token begins a word). The probabilities of all words then sum to 1
-        (Pimentel & Meister 2024, https://arxiv.org/abs/2406.14561; Oh & Schuler 2024,
+        and is conditional on a word beginning at its first position: P(tokens) · P(the next token begins a
+        word, or ends the text) / P(a token that begins a word is at the first position). The probabilities of
+        all words then sum to 1 (Pimentel & Meister 2024, https://arxiv.org/abs/2406.14561; Oh & Schuler 2024,
         https://arxiv.org/abs/2406.10851). A token begins a word if its text begins with whitespace or if it
-        is EOS. If the first token does not begin a word in this sense (mostly at the beginning of a text),
-        there is no division, as in minicons' `bow_correction`. The logprobs of tokens and spans do not
-        change.
+        is EOS. If the word's actual first token does not begin a word in this sense (mostly at the beginning
+        of a text), there is no division, as in minicons' `bow_correction`. The logprobs of tokens and spans
+        do not change.
 
         Args:
             texts: one or more texts of any length; a text longer than the context is scored in sliding

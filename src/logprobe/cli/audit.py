@@ -130,10 +130,10 @@ def audit(
     """Check the log-probabilities of a server or of rollouts.
 
     The exact log-probabilities are computed by a local model. For a server, the verdict is PASS or FAIL. The
-    report states which distribution the log-probabilities are from, how large their errors are, and whether
-    they are the same in batches, streams and prompts of all lengths. With --conformance, the API is checked
-    instead of the numbers, for fields that are accepted but ignored, and for tokens that have the text or
-    bytes of other tokens.
+    report states which distribution the log-probabilities are from, how large their errors are, whether they
+    are the same in repeated, concurrent and streamed requests, and whether they are right at all prompt
+    lengths. With --conformance, the API is checked instead of the numbers, for fields that are accepted but
+    ignored, and for tokens that have the text or bytes of other tokens.
 
     For stored rollouts, the sampler's log-probabilities are compared with a trainer's log-probabilities of
     the same tokens, from --model or TRAINER.parquet. The report says which correction to apply.

@@ -61,9 +61,9 @@ def classify(
     """Classify texts by the probability of each label.
 
     Each label is scored as a whole text after the prompt, over all of its tokens. `logprobs` are the
-    log-probabilities of the labels (nats), `mass` is the probability that the model answers with any of
-    the labels, and `probs` are the labels' probabilities divided by `mass`. A mass close to 0 means that the
-    model would have answered something else.
+    log-probabilities of the labels (nats), and `mass` is the probability that the answer begins with any of
+    the labels. `probs` are the labels' probabilities (after --correction), normalized to sum to 1. A mass
+    close to 0 means that the model would have answered something else.
 
     The results for --text are printed as a table. Files are read as by `logprobe dataset`: each input row
     gives one row of results, printed as a JSON line or, with -o, written to a file; lists are in the order of
