@@ -63,7 +63,7 @@ def test_any_other_value_is_refused_with_the_reason(
         ("EngineConfig", {"speculative_config": {}}, "speculate"),
         ("EngineConfig", {"tensor_parallel_size": 2}, "engine='vllm'"),
         ("EngineConfig", {"trust_remote_code": True}, "never run"),
-        ("EngineConfig", {"revision": "v2"}, "give that as the model"),
+        ("EngineConfig", {"revision": "v2"}, "pass its folder as the model"),
         ("EngineConfig", {"max_num_seq": 16}, "max_num_seqs"),
         ("SamplingParams", {"skip_special_tokens": False}, "token_ids"),
         ("SamplingParams", {"thinking_token_budget": 5}, "logits_processors_args"),

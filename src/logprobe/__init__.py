@@ -1,7 +1,7 @@
 """Exact token log-probabilities from open-weights language models.
 
-Data flows through the folders in this order: `cli` → `llm` → `engine` → `models`, `sampling` → `kernels` →
-`records`. The names below are imported on first use, so that `import logprobe` is fast.
+A request passes through the modules in this order: `cli` → `llm` → `engine` → `models`, `sampling` →
+`kernels` → `records`. The names below are imported on first use, so that `import logprobe` is fast.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""pyarrow for the modules that read or write Arrow and Parquet; it comes with the extra `arrow`."""
+"""Import pyarrow (extra `arrow`) for the modules that read or write Arrow and Parquet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lazy attributes of packages, whose modules are imported when a name is first used."""
+"""Lazy attributes of packages: the module that defines a name is imported when the name is first used."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
 
     Args:
         package: the package's name.
-        homes: by public name, the module that defines it; with a leading dot, relative to `package`.
+        homes: maps each public name to the module that defines it; a module with a leading dot is relative
+            to `package`.
     """
 
     def load(name: str) -> Any:

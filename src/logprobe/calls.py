@@ -2,8 +2,8 @@
 
 `coroutine_method` and `generator_method` are descriptors. On a subclass of `Blocking`, a method runs on the
 model's event loop thread and returns its result; on any other class it is the coroutine function (or async
-generator) as written. In both, type checkers, `help` and `inspect.signature` see the signature and
-docstring of the one definition.
+generator) as written. In both cases, type checkers, `help` and `inspect.signature` see the signature and
+docstring of the coroutine function.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Waiter:
         self._is_cancelled = False
 
     def wait(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the loop and return its result; called on the other thread."""
+        """Run a coroutine on the loop and return its result; call this from the other thread."""
         with self._lock:
             if self._is_cancelled:
                 work.close()

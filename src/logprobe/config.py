@@ -29,8 +29,8 @@ logger = logging.getLogger("logprobe")
 def strict_keywords(cls: type[T]) -> type[T]:
     """Make a keyword-only dataclass reject unknown keywords with an error that names the nearest known one.
 
-    Fields of its groups (fields whose default is a dataclass) are keywords as well; they replace fields of
-    the group. Keywords from other programs that have no effect here are accepted (`ignored_kwargs`).
+    A field whose default is a dataclass is a group. The fields of a group are keywords as well, and override
+    the group's values. Keywords from other programs that have no effect here are accepted (`ignored_kwargs`).
     """
     init: Callable[..., None] = cls.__init__
     own: tuple[Field[Any], ...] = fields(cls)  # type: ignore[arg-type]  # always a dataclass
@@ -131,8 +131,9 @@ class CacheConfig:
     """The KV cache.
 
     Args:
-        kv_cache_memory_bytes: size of the KV cache, including its hidden states, in bytes; `None`: a quarter
-            of the memory that the weights leave free, at most 1 GiB; on a GPU, 70 % of that memory.
+        kv_cache_memory_bytes: size in bytes of the KV cache, which also holds each token's final hidden
+            state. `None`: on a CPU, a quarter of the memory that the weights leave free, at most 1 GiB; on a
+            GPU, 70 % of the memory that the weights leave free.
         kv_cache_dtype: dtype of cached keys and values: `float32` (`auto` means the same), or on a GPU
             `bfloat16` (half the memory, less accurate).
     """
@@ -150,16 +151,16 @@ class CacheConfig:
 @strict_keywords
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerConfig:
-    """Batches: the size of a step, and how steps overlap.
+    """Batching: the size of a step, and whether steps overlap or are speculative.
 
     Args:
         max_num_batched_tokens: maximum number of tokens per step.
         max_num_seqs: maximum number of requests that run at once.
-        async_scheduling: run the next step while the results of the last one are copied and delivered;
-            results are the same.
-        speculate: guess the next tokens, and verify several in one step; tokens, seeds and results are the
-            same. True or `lookup` takes the guesses from repetitions in the text; `model:NAME` also takes
-            them from a second, smaller model with the same tokenizer; False or `off` guesses nothing.
+        async_scheduling: run the next step while the previous step's results are copied and delivered; the
+            results do not change.
+        speculate: guess the next tokens, and verify several in one step; neither the sampled tokens nor other
+            results change. True or `lookup` takes the guesses from repetitions in the text; `model:NAME` also
+            takes them from a second, smaller model with the same tokenizer; False or `off` guesses nothing.
     """
 
     max_num_batched_tokens: int = 512
@@ -189,7 +190,7 @@ class ParallelConfig:
     """Engine processes.
 
     Args:
-        process: run the engine in a separate process, so that it does not share an interpreter with this one.
+        process: run the engine in a separate process, so that it does not share the caller's interpreter.
         data_parallel_size: number of engine processes, each with its share of the threads and a KV cache of
             `kv_cache_memory_bytes` (`None`: together, the caches get a quarter of the free memory); each
             request runs on one of them. 2 or more imply `process`.
@@ -209,14 +210,14 @@ class LoadConfig:
     """How weights are stored in memory, and how products with them are computed.
 
     Args:
-        weights: `auto` (`checkpoint` in float32 if the CPU has native kernels or the GPU decoder can run the
-            model, else `plain`), `checkpoint` (weights stay in memory as in the model's file, or in the
-            narrowest float type that represents them exactly, and are converted to float32 as they are used),
-            or `plain` (transformers' own modules).
-        arithmetic: how products with weights are computed. On a CPU `fma` (float32 fused multiply-adds); on a
-            GPU `bf16x3` (each float32 activation as three bfloat16 numbers on tensor cores, accurate to
-            float32) or `bf16` (activations rounded to bfloat16: faster for long prompts, less accurate).
-            `auto`: `fma`, or `bf16x3`.
+        weights: `checkpoint` keeps weights in memory as in the model's file, or in the narrowest float type
+            that represents them exactly, and converts them to float32 during computation. `plain` uses
+            transformers' own modules. `auto` is `checkpoint` if the logits are float32 and either the CPU has
+            native kernels or the GPU decoder can run the model, else `plain`.
+        arithmetic: how products with weights are computed. On a CPU `fma` (float32 fused multiply-adds). On a
+            GPU `bf16x3` (each float32 activation is split into three bfloat16 numbers for the tensor cores;
+            as accurate as float32) or `bf16` (activations are rounded to bfloat16; faster for long prompts,
+            less accurate). `auto`: `fma` on a CPU, `bf16x3` on a GPU.
     """
 
     weights: Weights = "auto"
@@ -259,7 +260,7 @@ class EngineSettings(TypedDict, total=False):
 class EngineConfig:
     """Settings of an engine.
 
-    The fields of a group are also keywords, which replace those of the group:
+    The fields of a group (such as `scheduler_config`) are also keywords, and override the group's values:
     `EngineConfig(max_num_seqs=8)` is `EngineConfig(scheduler_config=SchedulerConfig(max_num_seqs=8))`.
 
     Args:
@@ -271,18 +272,18 @@ class EngineConfig:
         max_model_len: maximum sequence length in tokens; `None`: the model's context.
         seed: base seed for requests without a seed.
         batch_invariant: reject a model whose results depend on the other requests in a batch. On a CPU, model
-            families that run without transformers' modules give bit-identical results, with or without this
-            option, in any batch, however a prompt is chunked or cached, and when sampled tokens are scored
-            again.
+            families that run without transformers' modules are batch-invariant with or without this option:
+            a token's results have the same bits in any batch, with any prompt chunks, with or without cached
+            prefixes, and whether the token is sampled or scored.
         logits_processors: processors that requests may use with `logits_processors_args`, in order of
             execution: names of built-ins or entry points, `module.path:ClassName` (also searched in the
             current folder), or classes; a string may list several names, separated by commas.
         engine: `native`, or `vllm` (extra `vllm`).
         engine_options: vLLM's engine options, such as `tensor_parallel_size`; a dict or a JSON string.
         cache_config: the KV cache.
-        scheduler_config: batches.
+        scheduler_config: batching.
         parallel_config: engine processes.
-        load_config: weights in memory, and products with them.
+        load_config: storage of weights, and arithmetic of products with them.
     """
 
     model: str = "smollm2"
@@ -357,6 +358,6 @@ def _options(given: Mapping[str, Any] | str | None) -> dict[str, Any] | None:
 
 
 def _names_in(text: str) -> list[str]:
-    """Split a text at commas; empty names, as in "a," from a list with spaces, are dropped."""
+    """Split a text at commas, and drop empty names: `a, b` given as two words becomes `a,` and `b`."""
     names = [name.strip() for name in text.split(",")]
     return names if len(names) == 1 else [name for name in names if name]

@@ -228,8 +228,8 @@ class EngineClosedError(EngineError):
 class EngineUnavailableError(EngineError):
     """The engine's process died and cannot be restarted at the moment.
 
-    Remedy: fix the cause that the message names (no folder for temporary files, changed model files); the
-    engine then accepts requests again without a restart.
+    Remedy: fix the cause that the message names (no folder for temporary files, changed model files). The
+    engine then accepts requests again; your program need not be restarted.
     """
 
 
@@ -263,7 +263,8 @@ class ProcessorError(EngineError):
 class RequestAbortedError(EngineError):
     """The request was aborted before it ended.
 
-    Remedy: none if you aborted it; otherwise retry: a reset or a closed event loop aborts pending requests.
+    Remedy: none if you aborted it; otherwise retry. `reset_async_queries` or closing the event loop aborts
+    requests, too.
     """
 
 

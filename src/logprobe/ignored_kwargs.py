@@ -29,7 +29,7 @@ def ignored(reason: str, accepted: tuple[Any, ...] | None = None) -> Keyword:
 SWITCH: Final = (True, False)
 ONE_DEVICE: Final = "one device holds the whole model"
 PARALLEL: Final = f"{ONE_DEVICE}; use engine='vllm' to distribute it, with engine_options="
-NEWEST: Final = "the newest revision is used; download another one to a folder, and give that as the model"
+NEWEST: Final = "the newest revision is used; to use another, download it and pass its folder as the model"
 LAUNCHES: Final = "the engine decides how it launches a step; results are the same"
 OWN_TOKENIZER: Final = "the model's own fast tokenizer is always used"
 LORAS: Final = "LoRA adapters of any rank can be loaded at any time (add_lora), as many as memory allows"
@@ -73,7 +73,7 @@ ENGINE: Final[dict[str, Keyword]] = {
     "served_model_name": ignored("the server sets the model names that clients use"),
     "disable_log_stats": ignored("statistics are reported on request (stats(), /metrics)", SWITCH),
 }
-"""Keywords that other programs have where we have `EngineConfig`; also flags of `logprobe serve`."""
+"""Keywords of other programs that `EngineConfig` or `logprobe serve` ignores or rejects."""
 
 SAMPLING: Final[dict[str, Keyword]] = {
     **dict.fromkeys(
@@ -89,7 +89,7 @@ SAMPLING: Final[dict[str, Keyword]] = {
     "spaces_between_special_tokens": ignored("texts have no special tokens", SWITCH),
     "skip_reading_prefix_cache": ignored("results are the same with cached prefixes", SWITCH),
 }
-"""Keywords that other programs have where we have `SamplingParams`, or in calls that take text."""
+"""Keywords of other programs' sampling parameters, or of their calls that take text."""
 
 CLASSES: Final = {"EngineConfig": ENGINE, "SamplingParams": SAMPLING}
 
@@ -325,7 +325,8 @@ FOREIGN_FIELDS: Final[dict[str, Keyword]] = {
 }
 """Body fields in vLLM, SGLang, llama.cpp, Ollama, TGI, transformers and hosted services, by path.
 
-A route without such a field ignores the field if it has an accepted value, and otherwise rejects the request.
+A route that does not define one of these fields ignores it if its value is accepted here, and otherwise
+rejects the request.
 """
 
 

@@ -1,6 +1,6 @@
 """Private names of other packages that this package uses, why it uses them, and what breaks without them.
 
-Any release of the other packages may remove such names. A test compares this list with the names in the
+Any release of those packages may remove such names. A test compares this list with the names in the
 source that have a leading underscore, and looks up every name, so that a removed name fails a test, not a
 request.
 """

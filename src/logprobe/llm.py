@@ -28,8 +28,8 @@ class LLM(Model, Blocking):
         engine: the engine. `engine.capabilities()` describes the loaded model, its limits and its device,
             `engine.stats()` returns its statistics, and `engine.forget_prefixes()` empties the prefix cache;
             its other methods are internal.
-        text: converts as the engine does: `text.encode(text)` to token ids, `text.text_of(token_ids)` and
-            `text.bytes_of(token_ids)` back; its other methods are internal.
+        text: the engine's tokenizer. `text.encode(text)` returns token ids, and `text.text_of(token_ids)` and
+            `text.bytes_of(token_ids)` decode them; its other methods are internal.
         processors: the logits processors, with `registered` (by name) and `counters` (their cost); None if
             the model runs in another process.
 

@@ -196,8 +196,8 @@ class Model:
     ) -> AsyncGenerator[RequestOutput]:
         """Generate from one prompt, and yield the output so far each time it has grown.
 
-        The output's text has only whole characters, and no characters that may still become a stop string.
-        Leaving the loop early aborts the request. For `add_special_tokens` see `generate`.
+        The output's text has only whole characters, and ends before any characters that may be the start of a
+        stop string. Leaving the loop early aborts the request. For `add_special_tokens` see `generate`.
 
         Raises:
             ParameterError: the prompt or a parameter is invalid.
@@ -317,7 +317,7 @@ class Model:
     ) -> list[Score]:
         """Score continuations given their contexts; a context shared by several pairs is computed once.
 
-        For texts, the joined text is tokenized. White space at the end of the context is scored with the
+        For texts, the joined text is tokenized. Whitespace at the end of the context is scored with the
         continuation, and an empty context is replaced with BOS (or EOS). If a token spans the end of the
         context, the probability of the continuation's bytes is summed over all their tokenizations
         (docs/scoring.md), and the score's `boundary` is "bytes" instead of "token".
@@ -331,9 +331,9 @@ class Model:
             margin: also report the difference between the two highest logprobs at each token, in nats.
             unconditional: also score each continuation without its context (after BOS or EOS), for `pmi`.
             logprobs: number of alternatives per token in the score's `record`; -1 means the whole vocabulary.
-            logprob_token_ids: for each pair, further ids whose logprobs and exact ranks to report in
-                `record.given`: one list of ids for all tokens in the continuation, or a list of ids per
-                token.
+            logprob_token_ids: for each pair, further ids whose logprobs and exact ranks are reported in
+                `record.given`: one list of ids that applies to all tokens in the continuation, or a list of
+                ids per token.
             temperature: score under the model's distribution at this temperature, which `record.info` states.
             sampling_params: score under the distribution that these parameters would sample from
                 (temperature, truncation, processors). A token that cannot be sampled has a logprob of -inf,
@@ -348,8 +348,8 @@ class Model:
                 joined text.
 
         Raises:
-            ParameterError: a continuation is empty, a context ends within its first token, or a
-                pair is too long; the error names the index, and no request was started.
+            ParameterError: a continuation is empty, a context ends within the first token of the joined text,
+                or a pair is too long; the error names the index, and no request was started.
             BatchError: some pairs failed; the error holds all scores.
         """
         columns: dict[str, Any] = {"entropy": entropy, "varentropy": varentropy, "margin": margin}
@@ -383,7 +383,7 @@ class Model:
         confidence: FittedConfidence | None = None,
         progress: bool = False,
     ) -> list[Classification]:
-        """Return the probability of each label as the complete answer, with one classification per prompt.
+        """Return the probability that the answer begins with each label, with one classification per prompt.
 
         A prompt is computed once for all of its labels. Results have the labels' probabilities (`logprobs`,
         `mass`) and the probabilities normalized to sum to one (`probabilities`).
@@ -398,13 +398,14 @@ class Model:
                 mean per token (Brown et al. 2020), and "calibrated" their ratio to the probabilities after a
                 content-free prompt (Zhao et al. 2021).
             content_free: the content-free prompt, in the same format as the prompts; the default is `N/A`.
-            confidence: a fit by `logprobe.analysis.calibrate` to results of the same model, prompt, labels
-                and correction; results then have `confidence`, its probabilities and set of labels.
+            confidence: a fit by `logprobe.analysis.calibrate` to results of the same model, prompt template,
+                labels and `correction`; results then have `confidence`, the probabilities and set of labels
+                under this fit.
             progress: show a progress bar on stderr.
 
         Raises:
-            ParameterError: a label is empty, equal to another, or a prefix of one; a prompt is too long; or
-                `content_free` is given without `correction="calibrated"`.
+            ParameterError: a label is empty, equals another label or is a prefix of one; a prompt is too
+                long; or `content_free` is given without `correction="calibrated"`.
             BatchError: some requests failed.
         """
         from logprobe.analysis.labels import classify_plan
@@ -506,8 +507,8 @@ class Model:
             add_special_tokens: see `generate`.
 
         Raises:
-            ParameterError: `layers` is empty or names no layer, the text is too long, or the engine does not
-                report hidden states.
+            ParameterError: `layers` is empty or names a layer that does not exist, the text is too long, or
+                the engine does not report hidden states.
             BatchError: the request failed, for example because the model has no separate final norm.
         """
         from logprobe.analysis.lens import LogitLens
@@ -541,7 +542,7 @@ class Model:
         index: int = 0,
         max_rows: int = MAX_ROWS,
     ) -> list[FieldDistribution]:
-        """Return the log-probability of each value in a JSON reply, and of the other values in its schema.
+        """Return the log-probability of each value in a JSON reply, and of all values that its schema lists.
 
         If the schema lists the values allowed at a position (enum, const, boolean, integers between two
         bounds, or a union of these), `members` has the log-probability of each value, summed over all
@@ -613,9 +614,9 @@ class Model:
                 are reproducible, and the first answer equals the one from `generate`. Parameters that select
                 logprobs must be left at their defaults.
             same: function that returns True if two texts mean the same, called on a worker thread; by
-                default, texts mean the same if they are equal without surrounding white space.
-            stop_when: stops an answer when its confidence is low; stopped answers count in no
-                measure but their own.
+                default, texts mean the same if they are equal without surrounding whitespace.
+            stop_when: stops an answer when its confidence is low; a stopped answer is in `answers`, but is
+                left out of all measures outside `answers`.
             window: number of tokens in a group for the group confidence; the default is the window of
                 `stop_when`, or 2,048.
             k: number of likeliest tokens that define a token's confidence; the default is the `k` of
@@ -685,13 +686,14 @@ class Model:
     ) -> list[ScoredText]:
         """Score every token of one or more texts, with ranks and entropies.
 
-        With `boundary="end"`, the probability of a word or sentence includes the end of the last word, given
-        that a word begins: P(tokens) · P(the next token begins a word, or ends the text) / P(the token at the
-        word's first position begins a word). The probabilities of all words then sum to 1 (Pimentel & Meister
-        2024, https://arxiv.org/abs/2406.14561; Oh & Schuler 2024, https://arxiv.org/abs/2406.10851). A token
-        begins a word if its text begins with white space or if it is EOS. If the first token does not begin a
-        word in this sense (mostly at the beginning of a text), there is no division, as in minicons'
-        `bow_correction`. The logprobs of tokens and spans do not change.
+        With `boundary="end"`, the probability of a word or sentence includes that its last word ends there,
+        and is conditional on a word beginning at its first position: P(tokens) · P(the next token begins a
+        word, or ends the text) / P(a token that begins a word is at the first position). The probabilities of
+        all words then sum to 1 (Pimentel & Meister 2024, https://arxiv.org/abs/2406.14561; Oh & Schuler 2024,
+        https://arxiv.org/abs/2406.10851). A token begins a word if its text begins with whitespace or if it
+        is EOS. If the word's actual first token does not begin a word in this sense (mostly at the beginning
+        of a text), there is no division, as in minicons' `bow_correction`. The logprobs of tokens and spans
+        do not change.
 
         Args:
             texts: one or more texts of any length; a text longer than the context is scored in sliding
@@ -779,5 +781,5 @@ class BlockingScorer:
         return self._waiter.wait(Model.generate(self._model, prompts, sampling_params))
 
     def with_lora(self, name: str | None) -> BlockingScorer:
-        """Return the model with a LoRA adapter, or without one."""
+        """Return a scorer for the model with a LoRA adapter, or without one."""
         return BlockingScorer(self._model.with_lora(name), self._waiter)

@@ -1,4 +1,4 @@
-"""Files and folders that are kept between processes and that other users must not write to or replace.
+"""Files and folders that outlive a process and that other users must not write to or replace.
 
 Readers ignore files that other users could have written, and log one line per path.
 """
@@ -27,7 +27,8 @@ _told: set[str] = set()
 def is_private(*paths: Path) -> bool:
     """Return True if each path that exists belongs to this user or root and no other user may write to it.
 
-    Also checks the entries of a folder that others may enter. Logs one line per path that is not private.
+    If other users may enter a folder, its entries are checked too. A line is logged for each path that is
+    not private.
     """
     return all(map(_is_private, paths))
 

@@ -113,5 +113,5 @@ def test_the_whole_vocabulary_is_for_files(monkeypatch: pytest.MonkeyPatch) -> N
     refuse_vocabulary(-1, "--logprobs")
     monkeypatch.setenv("FORCE_COLOR", "1")
     refuse_vocabulary(20, "--logprobs")
-    with pytest.raises(typer.BadParameter, match="write it to a file"):
+    with pytest.raises(typer.BadParameter, match="too much for a terminal"):
         refuse_vocabulary(-1, "--logprobs")

@@ -71,8 +71,8 @@ def test_words_of_rows_come_with_their_columns(words: Any, tmp_path: Path) -> No
         (("x.jsonl", "--text", "x"), "give either a file"),
         (("x.jsonl", "--keep-columns", "tokens"), "'tokens' is an output column"),
         (("x.jsonl", "--keep-columns", "word"), "'word' is an output column"),
-        (("--text", "x", "--keep-columns", "id"), "a data set must be in files"),
-        (("--lines",), "a data set must be in files"),
+        (("--text", "x", "--keep-columns", "id"), "--keep-columns apply to files only"),
+        (("--lines",), "--keep-columns apply to files only"),
     ],
 )
 def test_wrong_use_is_told(words: Any, arguments: tuple[str, ...], says: str) -> None:

@@ -50,7 +50,7 @@ COMMANDS: Final = {
 
 
 def make_app(names: Iterable[str] = COMMANDS) -> typer.Typer:
-    """Return the root command with the named commands; the others are not imported."""
+    """Return the root command with the named commands; all other commands are not imported."""
     app = typer.Typer(
         name="logprobe",
         rich_markup_mode=None,
@@ -127,7 +127,7 @@ def _exit_now(ended: list[int]) -> None:
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run the command line on `arguments` (by default, the process's arguments); return the exit code."""
     words = sys.argv[1:] if arguments is None else arguments
-    # With an option before the command, or none that exists, the parser needs all of them.
+    # If the first word is an option or not a command, the parser needs all commands.
     names = words[:1] if words and words[0] in COMMANDS else COMMANDS
     root_command = typer.main.get_command(make_app(names))
     try:
@@ -148,7 +148,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def _only_error(error: LogprobeError) -> LogprobeError:
-    """Return the request's error if `error` is a batch with a single request, otherwise `error` itself."""
+    """Return the request's error if `error` is the `BatchError` of a single request, otherwise `error`."""
     if isinstance(error, BatchError) and len(error.outputs) == 1:
         return next(iter(error.errors.values()))
     return error

@@ -74,11 +74,11 @@ def audit(
         _model(help=f"Model for the exact log-probabilities. {MODEL_HELP}", autocompletion=complete_model),
     ] = None,
     endpoint_model: Annotated[
-        str | None, _endpoint(help="Name of the model at the endpoint; by default, the one that it lists.")
+        str | None, _endpoint(help="Name of the model at the endpoint; by default, the one listed there.")
     ] = None,
     lora: Annotated[
         str | None,
-        _model(metavar="NAME=FOLDER", help="Audit LoRA weights: their name at the endpoint, their folder."),
+        _model(metavar="NAME=FOLDER", help="LoRA adapter to audit: its name at the endpoint and its folder."),
     ] = None,
     data: Annotated[
         list[str] | None,
@@ -94,7 +94,7 @@ def audit(
         str | None, _endpoint(help=f"Environment variable with the API key; by default {KEY_VARIABLE}.")
     ] = None,
     timeout_s: Annotated[
-        float, _endpoint(help="Timeout of a request in seconds, including waits for a full server.")
+        float, _endpoint(help="Timeout of a request in seconds, including waits while the server is busy.")
     ] = 60.0,
     before: Annotated[
         Path | None,
@@ -103,7 +103,7 @@ def audit(
     max_nats: Annotated[float, _output(help="Maximum error of a log-probability, in nats.")] = 1e-3,
     quick: Annotated[bool, _endpoint("--quick", help="Test fewer prompts and conditions.")] = False,
     conformance: Annotated[
-        bool, _endpoint("--conformance", help="Check the API's fields, texts and bytes instead.")
+        bool, _endpoint("--conformance", help="Check the API's fields, texts and bytes, not the numbers.")
     ] = False,
     temperature: Annotated[
         float | None,
@@ -130,16 +130,16 @@ def audit(
     """Check the log-probabilities of a server or of rollouts.
 
     The exact log-probabilities are computed by a local model. For a server, the verdict is PASS or FAIL. The
-    report states which distribution the log-probabilities are from, how large their errors are, and whether
-    they are the same in batches, streams and prompts of all lengths. With --conformance, the API is checked
-    instead of the numbers: fields that are accepted but ignored, and tokens with the text or bytes of
-    another.
+    report states which distribution the log-probabilities are from, how large their errors are, whether they
+    are the same in repeated, concurrent and streamed requests, and whether they are right at all prompt
+    lengths. With --conformance, the API is checked instead of the numbers, for fields that are accepted but
+    ignored, and for tokens that have the text or bytes of other tokens.
 
-    For stored rollouts of a sampler, the audit compares them with a trainer's log-probabilities of the same
-    tokens, and says which correction to apply.
+    For stored rollouts, the sampler's log-probabilities are compared with a trainer's log-probabilities of
+    the same tokens, from --model or TRAINER.parquet. The report says which correction to apply.
 
     The exit code is 1 if the numbers fail, that is, if they have a fault or an error larger than --max-nats.
-    With --conformance, it is 1 for any fault.
+    With --conformance, the exit code is 1 for any fault.
 
     Examples:
         logprobe audit http://127.0.0.1:8000 --model smollm2 -o report.json
@@ -254,7 +254,7 @@ def _read_report(path: Path) -> AuditReport:
     try:
         return AuditReport.from_dict(json.loads(path.read_bytes()))
     except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror or error})") from error
+        raise InputError(f"{path}: cannot be read ({error.strerror or error}); use another file") from error
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: is not a report written with -o ({error})") from error
 
@@ -265,7 +265,9 @@ def _write(path: Path | None, write: Callable[[Path], object]) -> None:
     try:
         write(path)
     except OSError as error:
-        raise OutputError(f"{path}: cannot be written ({error.strerror or error})") from error
+        raise OutputError(
+            f"{path}: cannot be written ({error.strerror or error}); use another path"
+        ) from error
 
 
 @contextmanager

@@ -30,7 +30,7 @@ def compare(
     a: Annotated[
         str,
         typer.Argument(
-            help="Model, with settings after commas (smollm2,dtype=float16), baseline .lpkl, or scored "
+            help="Model (settings follow after commas: smollm2,dtype=float16), .lpkl baseline, or scored "
             ".parquet."
         ),
     ],
@@ -60,12 +60,13 @@ def compare(
 
     Prints KL divergence, agreement, differences of logprobs, and importance ratios. A is the reference (e.g.
     the trainer), and B is compared with it (e.g. the same model in float16, or the sampler). Models with the
-    same tokenizer are compared per token, others per word. Settings after a model's name have the names of
-    the flags of `logprobe serve`, or lora. Flags such as --device apply to models without that setting.
+    same tokenizer are compared per token, others per word. Settings may follow a model's name: they are
+    named like flags of `logprobe serve`, or lora (the folder of a LoRA adapter). Flags such as --device apply
+    to models without that setting.
 
     A may also be a .parquet file written by `logprobe dataset --tokens`; B is then a model that scores the
-    same data, or another such file. --save stores A's whole distributions, to be compared with any model
-    later.
+    same data, or another such file. --save stores A's whole distributions in a baseline file, which takes the
+    place of A in later comparisons.
 
     Examples:
         logprobe compare smollm2 smollm2,dtype=bfloat16 --data texts.txt --lines

@@ -46,7 +46,7 @@ TextColumnOption = Annotated[str, _input("--text-column", help="Column with the 
 KeepColumnsOption = Annotated[
     tuple[str, ...],
     _output(
-        "--keep-columns", help="Column to copy to the output, values other than text as JSON; repeatable."
+        "--keep-columns", help="Column to copy to the output (values other than text as JSON); repeatable."
     ),
 ]
 LimitOption = Annotated[int | None, _input("--limit", min=1, help="Use only this many texts.")]
@@ -73,7 +73,7 @@ def read_texts(
 
 @dataclass(frozen=True, kw_only=True)
 class InputFlags:
-    """Files with rows, and the columns of every task."""
+    """Files with rows, and the columns that every task has."""
 
     files: FilesArgument = None
     format: FormatOption = None
@@ -119,8 +119,8 @@ class DataFlags(InputFlags):
     ) -> None:
         """Write the rows to a file or print them as JSON lines, then print the summary.
 
-        Printed rows appear as they are scored or, with `arrange`, at the end and in the order that it
-        returns.
+        Rows are printed as they are scored. With `arrange`, they are printed at the end, in the order in
+        which `arrange` returns them.
 
         Raises:
             Exit: a row was bad; the exit code is 1.

@@ -65,14 +65,14 @@ class ScoreFlags:
     stride: Annotated[
         int | None,
         _scores(
-            help="Tokens from one window's start to the next; by default half a window. A full window "
-            "makes them disjoint, and the first token of each has no logprob."
+            help="Tokens from one window's start to the next; by default half a window. A stride of a full "
+            "window makes windows disjoint; the first token of each then has no logprob."
         ),
     ] = None
     boundary: Annotated[
         Literal["auto", "token"],
         _scores(
-            help="Score of a continuation if a token spans the end of its context: auto (by bytes) or "
+            help="How to score a continuation if a token spans the end of its context: auto (by bytes) or "
             "token (as lm-evaluation-harness does)."
         ),
     ] = "auto"
@@ -85,8 +85,8 @@ class ClusterFlags:
     ray_address: Annotated[
         str | None,
         _cluster(
-            help="HOST:PORT, auto (the cluster of this machine) or local (start one here); by default "
-            "RAY_ADDRESS, else the cluster of this machine, else a new one."
+            help="HOST:PORT, auto (the cluster of this machine) or local (a new cluster here); by default "
+            "the variable RAY_ADDRESS, else the cluster of this machine, else a new cluster."
         ),
     ] = None
     ray_actors: Annotated[
@@ -109,7 +109,7 @@ def dataset(
     scores: ScoreFlags,
     engine: Annotated[
         Literal["native", "ray"],
-        _cluster(help="Run in this process, or on a Ray cluster with a model on each actor."),
+        _cluster(help="native: run in this process. ray: run on a Ray cluster, with a model per actor."),
     ] = "native",
     ray: ClusterFlags,
     model: ModelFlags,

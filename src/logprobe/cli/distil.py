@@ -60,9 +60,10 @@ def distil(
 ) -> None:
     """Write a teacher's most likely tokens for each position of a data set.
 
-    The files are training data for a student, in the formats of several trainers. The output folder contains
-    Parquet files, which `datasets.load_dataset` opens, and run.json. The total probability of the tokens that
-    are not kept is reported for each row and for the whole data set. The exit code is 1 if a row was bad.
+    The files are training data for a student, in the format of a trainer (--format). The output folder
+    contains Parquet files, which `datasets.load_dataset` opens, and run.json. The total probability of the
+    tokens that are not kept is reported for each row and for the whole data set. The exit code is 1 if a row
+    was bad.
 
     Examples:
         logprobe distil texts.jsonl --logprobs 64 -o teacher

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _prompt = partial(typer.Option, rich_help_panel="Prompt")
 
-PromptOption = Annotated[str, _prompt("--prompt", help="Prompt for each text, which replaces {text}.")]
+PromptOption = Annotated[str, _prompt("--prompt", help="Prompt, in which each text replaces {text}.")]
 ChatOption = Annotated[
     bool, _prompt("--chat", help="Send the prompt as a user message, through the model's chat template.")
 ]
@@ -61,13 +61,13 @@ def classify(
     """Classify texts by the probability of each label.
 
     Each label is scored as a whole text after the prompt, over all of its tokens. `logprobs` are the
-    log-probabilities of the labels (nats), `mass` is the probability that the model answers with any of
-    the labels, and `probs` are the labels' probabilities divided by `mass`. A mass close to 0 means that the
-    model would have answered something else.
+    log-probabilities of the labels (nats), and `mass` is the probability that the answer begins with any of
+    the labels. `probs` are the labels' probabilities (after --correction), normalized to sum to 1. A mass
+    close to 0 means that the model would have answered something else.
 
-    A text given with --text is printed as a table. Files are read as by `logprobe dataset`: each input row
-    gives one row of results, with lists in the order of the labels, printed as a JSON line or written to the
-    file of -o. Bad rows are written to a second file, and the exit code is then 1.
+    The results for --text are printed as a table. Files are read as by `logprobe dataset`: each input row
+    gives one row of results, printed as a JSON line or, with -o, written to a file; lists are in the order of
+    the labels. Bad rows are listed on standard error or in a second file, and the exit code is then 1.
 
     Examples:
         logprobe classify --text "I loved it." --prompt "{text} It was" --labels " good" --labels " bad"
@@ -141,9 +141,9 @@ def judge(
     probabilities, normalized to sum to 1. `off_scale` is the probability of any other answer. --prompt is the
     question about a text, including the scale; --chat sends it as a user message.
 
-    A text given with --text is printed as a table. Files are read as by `logprobe dataset`: each input row
-    gives one row of results, printed as a JSON line or written to the file of -o. Bad rows are written to a
-    second file, and the exit code is then 1.
+    The results for --text are printed as a table. Files are read as by `logprobe dataset`: each input row
+    gives one row of results, printed as a JSON line or, with -o, written to a file. Bad rows are listed on
+    standard error or in a second file, and the exit code is then 1.
 
     Examples:
         logprobe judge --chat --text "2 + 2 = 4" --prompt "Is this right, from 1 (no) to 5 (yes)? {text}"
@@ -212,10 +212,10 @@ def rerank(
     ] = None,
     labels: Annotated[
         list[str],
-        _prompt(help="The model's answers (repeat the flag) for a relevant document and for another one."),
+        _prompt(help="The model's answers (repeat the flag) for a relevant and an irrelevant document."),
     ] = [*YES_NO],  # noqa: B006 - not modified
     top_n: Annotated[
-        int | None, typer.Option("--top-n", min=1, help="Print only this many best documents.")
+        int | None, typer.Option("--top-n", min=1, help="Print only the N most relevant documents.")
     ] = None,
     model: ModelFlags,
 ) -> None:
@@ -223,8 +223,8 @@ def rerank(
 
     The relevance is P(yes) / (P(yes) + P(no)) of the model's answer, in [0, 1]. Files are read as by
     `logprobe dataset`; each row is a document. With a single query, rows are printed as JSON lines, most
-    relevant first. With a query per row, or with -o, rows keep their input order. Bad rows are printed on
-    standard error or written to a second file, and the exit code is then 1.
+    relevant first. With a query per row, or with -o, rows keep their input order. Bad rows are listed on
+    standard error or in a second file, and the exit code is then 1.
 
     Examples:
         logprobe rerank passages.txt --lines --query "What is the capital of China?" --top-n 3

@@ -76,15 +76,16 @@ class LoadFlags:
     kv_cache_memory_bytes: Annotated[
         int | None,
         _model(
-            help="Size of the KV cache in bytes; by default a quarter of the memory that the weights leave "
-            "free, at most 1 GiB; on a GPU, 70 % of that memory.",
+            help="Size of the KV cache in bytes. By default, on a CPU a quarter of the memory that the "
+            "weights leave free, at most 1 GiB; on a GPU 70 % of that memory.",
         ),
     ] = None
     weights: Annotated[
         str,
         _model(
             help="checkpoint (keep the precision of the model's file), plain (transformers' own modules), "
-            "or auto (checkpoint in float32 on a CPU with native kernels, else plain)."
+            "or auto (checkpoint if logits are float32 and either the CPU has native kernels or the GPU "
+            "decoder can run the model, else plain)."
         ),
     ] = "auto"
 
@@ -111,15 +112,16 @@ class EngineFlags(LoadFlags):
         Literal["auto", "fma", "bf16x3", "bf16"],
         _model(
             help="Matrix products. fma: float32 fused multiply-adds (on a CPU). bf16x3: each float32 "
-            "activation as three bfloat16 numbers on tensor cores, accurate to float32. bf16: activations "
-            "rounded to bfloat16, faster for long prompts. auto: fma on a CPU, bf16x3 on a GPU."
+            "activation as three bfloat16 numbers on tensor cores, as accurate as float32. bf16: activations "
+            "rounded to bfloat16, faster for long prompts, less accurate. auto: fma on a CPU, bf16x3 on a "
+            "GPU."
         ),
     ] = "auto"
     kv_cache_dtype: Annotated[
         Literal["auto", "float32", "bfloat16"],
         _model(
-            help="Cached keys and values; bfloat16 (on a GPU) takes half the memory and is less accurate. "
-            "auto: float32.",
+            help="Data type of cached keys and values; bfloat16 (on a GPU) takes half the memory and is less "
+            "accurate. auto: float32.",
         ),
     ] = "float32"
     seed: Annotated[int, _model(help="Base seed for requests without a seed.")] = 0
@@ -146,15 +148,16 @@ class EngineFlags(LoadFlags):
     async_scheduling: Annotated[
         bool,
         _speed(
-            help="Run the next step while the results of the last one are copied and delivered; results "
-            "are the same.",
+            help="Run the next step while the previous step's results are copied and delivered; the results "
+            "do not change.",
         ),
     ] = False
     speculate: Annotated[
         str,
         _speed(
-            help="Guess the next tokens, and verify several in one step; results are the same. lookup: from "
-            "repetitions in the text. model:NAME: also from a smaller model with the same tokenizer."
+            help="Guess the next tokens, and verify several in one step; the results do not change. lookup: "
+            "guess from repetitions in the text. model:NAME: also from a smaller model with the same "
+            "tokenizer. off: do not guess."
         ),
     ] = "off"
     process: Annotated[

@@ -31,7 +31,7 @@ def pairs(
     category_column: Annotated[str | None, _columns(help="Column with the category.")] = None,
     bos: Annotated[
         bool,
-        typer.Option("--bos/--no-bos", help="Start texts with BOS (EOS if the model has no BOS), or not."),
+        typer.Option("--bos/--no-bos", help="Start each text with BOS (EOS if there is no BOS), or not."),
     ] = True,
     as_json: JsonOption = False,
     model: ModelFlags,

@@ -73,7 +73,7 @@ def totals(rows: Sequence[TokenRow], num_bytes: int, num_scored_bytes: int) -> T
 def totals_of(
     logprob: float, num_tokens: int, num_scored: int, num_bytes: int, num_scored_bytes: int
 ) -> Totals:
-    """Compute totals from a log-probability in nats; -inf becomes -9999, and infinite means become None."""
+    """Compute totals from a log-probability in nats: -inf becomes -9999, infinite means become None."""
     perplexity = measures.perplexity(logprob, num_scored)
     bits = measures.bits_per_byte(logprob, num_scored_bytes)
     return Totals(

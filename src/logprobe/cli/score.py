@@ -44,7 +44,7 @@ def score(
     context: Annotated[
         str | None,
         typer.Option(
-            help="Text before the scored text: score only the continuation, given the context.",
+            help="Context before the text: only the text is scored, given this context.",
             rich_help_panel="Input",
         ),
     ] = None,
@@ -68,8 +68,8 @@ def score(
     stride: Annotated[
         int | None,
         _windows(
-            help="Tokens from one window's start to the next; by default half a window. A full window "
-            "makes them disjoint, and the first token of each has no logprob."
+            help="Tokens from one window's start to the next; by default half a window. A stride of a full "
+            "window makes windows disjoint; the first token of each then has no logprob."
         ),
     ] = None,
     model: ModelFlags,
@@ -154,7 +154,7 @@ def _finite(detector: Detector) -> dict[str, float | None]:
 class TextInWindows:
     """A text of any length, which is scored window by window while its rows are read; no rows are kept.
 
-    `has_rows` is False if `rows` yields nothing; `has_bar` shows a progress bar.
+    Without `has_rows`, `rows` scores the text but yields nothing; `has_bar` shows a progress bar.
     """
 
     def __init__(

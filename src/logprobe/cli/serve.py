@@ -60,7 +60,7 @@ class ServeCommand(Command):
 
 
 def _is_processor(word: str) -> bool:
-    """Return True if a word after a processor is another one, not a flag or the model."""
+    """Return True if a word after a processor is another processor, not a flag or the model."""
     from logprobe.processors.registry import available_processors
 
     return word[:1] != "-" and (":" in word or "," in word or word in available_processors())
@@ -156,9 +156,9 @@ def serve(
 ) -> None:
     """Serve models with an OpenAI-compatible HTTP API.
 
-    Every flag can also be set by an environment variable: --drain-s by LOGPROBE_DRAIN_S. Spaces in a variable
-    separate the values of a repeated flag. On SIGTERM or Ctrl-C, the server finishes requests in progress
-    before it exits.
+    Every flag can also be set by an environment variable, for example --drain-s by LOGPROBE_DRAIN_S. Spaces
+    in a variable separate the values of a repeated flag. On SIGTERM or Ctrl-C, the server finishes requests
+    in progress before it exits.
 
     Examples:
         logprobe serve smollm2 --port 8000
@@ -184,7 +184,11 @@ def _further(settings: ServerSettings, tables: Mapping[str, dict[str, Any]]) -> 
     """Return the further models from --also-model and from the tables in the configuration file."""
     named = dict(setting.split("=", 1) for setting in settings.also_model)
     require(len(named) == len(settings.also_model), "also_model", "a name is used twice; choose another")
-    require(not named.keys() & tables.keys(), "also_model", "a name is also a table of the --config file")
+    require(
+        not named.keys() & tables.keys(),
+        "also_model",
+        "a name is also a table of the --config file; choose another",
+    )
     chosen: dict[str, dict[str, Any]] = {name: {"model_option": model} for name, model in named.items()}
     return {name: _further_model(name, values, settings) for name, values in {**chosen, **tables}.items()}
 

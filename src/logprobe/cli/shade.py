@@ -62,7 +62,7 @@ class Shader:
         """Add tokens, and return the shaded text that is complete with them.
 
         Args:
-            tokens: bytes and log-probability (nats) of each token; None: not shaded.
+            tokens: bytes and log-probability (nats) of each token; a token with None is not shaded.
             final: also return incomplete UTF-8 at the end, as U+FFFD.
             most: maximum number of characters to return; None: all.
         """

@@ -56,7 +56,7 @@ def refuse_vocabulary(num_top: int | None, flag: str) -> None:
     """
     if num_top == -1 and console().is_terminal:
         raise typer.BadParameter(
-            "-1 prints the whole vocabulary for each token; on a terminal, write it to a file (> FILE)",
+            "-1 prints the whole vocabulary for each token, too much for a terminal; redirect it (> FILE)",
             param_hint=flag,
         )
 
@@ -86,8 +86,8 @@ class Flow:
 def print_tokens(rows: Sequence[TokenRow], num_top: int, *, first: int = 0) -> None:
     """Print one line per token: position, token, logprob and entropy in nats, rank, alternatives.
 
-    `first` is the position of the first row; the header is printed only if it is 0. On a terminal,
-    alternatives take as many lines as they need; on a narrow one, they are printed below their token.
+    `first` is the position of the first row; the header is printed only if `first` is 0. On a terminal,
+    alternatives take as many lines as they need; on a narrow terminal, they are printed below their token.
     """
     screen = console()
     if screen.is_terminal:

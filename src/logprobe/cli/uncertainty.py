@@ -26,11 +26,11 @@ def uncertainty(
     *,
     n: Annotated[int, _measure("--n", help="Number of answers to sample.")] = 10,
     window: Annotated[
-        int | None, _measure(help="Tokens whose mean is a group confidence; by default 2,048.")
+        int | None, _measure(help="Tokens per group for the group confidence; by default 2,048.")
     ] = None,
     k: Annotated[
         int | None,
-        _measure("--k", help="Likeliest tokens that define a token's confidence; by default 20."),
+        _measure("--k", help="Number of likeliest tokens for a token's confidence; by default 20."),
     ] = None,
     stop_below: Annotated[
         float | None, _measure(help="Stop an answer once its group confidence falls below this, in nats.")
@@ -46,9 +46,9 @@ def uncertainty(
     """Sample answers to a prompt and measure their agreement.
 
     The measures use the exact probabilities of the answers. Answers whose texts are equal up to surrounding
-    whitespace form one line: their probability divided by that of all sampled answers, how often they were
-    sampled, and their most likely form with its logprob. Entropies (nats) are those of the sampling
-    distribution. --json includes the values of every answer.
+    whitespace share one line, with their most likely form, their part of the probability of all sampled
+    answers, how often they were sampled, and the logprob of the most likely form. Entropies (nats) are those
+    of the sampling distribution. --json includes the values of every answer.
 
     Examples:
         logprobe uncertainty "Q: What is the capital of France? A:" --n 20 --max-tokens 8 --stop .

@@ -24,7 +24,7 @@ DISTRIBUTION_WORDS: Final = {
     "penalised": "after penalties",
     "masked": "after a mask or a bias",
     "scaled": "after a temperature that was not requested",
-    "none": "none that was computed",
+    "none": "none of the distributions that were computed",
 }
 """Description of each distribution, by name."""
 
@@ -130,7 +130,7 @@ def errors_words(report: AuditReport) -> str:
 
 
 def steadiness_words(report: AuditReport) -> str:
-    """Return under how many circumstances log-probabilities were steady, and the worst of the others."""
+    """Return in how many circumstances log-probabilities were steady, and the worst unsteady circumstance."""
     unsteady = [row for row in report.steadiness if not row.is_equal]
     num_rows = len(report.steadiness)
     words = f"steady in {num_rows - len(unsteady)} of {num_rows} circumstances"

@@ -31,9 +31,9 @@ def verify(
 ) -> None:
     """Verify that stored replies were computed with a model's weights.
 
-    The replies are those of /v1/completions and /v1/chat/completions to requests with `digest: true`. The
-    rows of their tokens are computed again with --model, and compared with the digests. Prints one line per
-    choice. The exit code is 1 if a choice does not match.
+    The replies must be from /v1/completions or /v1/chat/completions, to requests with `digest: true`. The
+    next-token distributions at their tokens are computed again with --model, and compared with the digests.
+    Prints one line per choice. The exit code is 1 if a choice does not match.
 
     Examples:
         logprobe verify reply.json --model smollm2

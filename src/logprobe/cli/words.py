@@ -96,7 +96,9 @@ def _rows_of(data: InputFlags, settings: DataSettings, text: str | None) -> Iter
     files = data.files or []
     is_data = data.lines or data.format or data.keep_columns or len(files) > 1 or any(map(holds_rows, files))
     if is_data and not files:
-        raise typer.BadParameter("a data set must be in files", param_hint="FILE")
+        raise typer.BadParameter(
+            "missing; --lines, --format and --keep-columns apply to files only", param_hint="FILE"
+        )
     if is_data and text is None:
         rows = read_rows(data.sources(settings.columns), settings.columns)
         return (checked(row, settings) for row in rows)

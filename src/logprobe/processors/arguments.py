@@ -27,10 +27,10 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 def plain(value: Any) -> Any:
-    """Return a copy that consists only of dicts, lists, strings and numbers and shares no objects.
+    """Return a copy that consists only of dicts, lists, strings and numbers, none shared with the original.
 
     Raises:
-        TypeError: a mapping has a key such as a tuple, which would be converted to an unhashable list.
+        TypeError: a mapping has a key such as a tuple: it would become a list, which cannot be a key.
     """
     if type(value) in PLAIN_TYPES:
         return value
@@ -60,7 +60,7 @@ def to_args(values: dict[str, Any], args_type: type[S], parameter: str) -> S:
 
 
 def keys_of(args_type: type[msgspec.Struct]) -> tuple[str, ...]:
-    """Return the names of the arguments in encoded form."""
+    """Return the arguments' names as in JSON (msgspec's `encode_name`)."""
     return tuple(field.encode_name for field in msgspec.structs.fields(args_type))
 
 
@@ -217,7 +217,7 @@ class RequestParams(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FieldArgs:
-    """Arguments for a built-in processor that were set in one field, or a group of fields."""
+    """Arguments for a built-in processor, set by one field of a request or by a group of fields."""
 
     parameter: str
     processor: str
@@ -282,8 +282,8 @@ def _is_asked(name: str, value: Any) -> bool:
 def format_args(response_format: Any) -> GrammarArgs | None:
     """Return the grammar for a response format; None for plain text.
 
-    The types are OpenAI's `text`, `json_object` and `json_schema`, and `regex`, `choice` and `ebnf`, whose
-    value is under a key with the same name as the type.
+    The types are OpenAI's `text`, `json_object` and `json_schema`, and further `regex`, `choice` and `ebnf`;
+    the value of each of the last three is under a key with the name of the type.
 
     Raises:
         ParameterError: the type is unknown, or the value is missing.

@@ -82,12 +82,17 @@ class BatchRow:
 class BatchState(Mapping[str, Any]):
     """The rows of a step, in the order of the logits' rows, and the changes since the previous step.
 
-    It is also a mapping in the format of slot-based engines, with torch tensors and lists as values. Its keys
-    are `stop_flags` (B, 1) bool, all
-    False; `req_ids`, B strings; `logits_processors_args`, B `ArgsView`s; `prompt_ids` (B, longest) int64,
-    padded with -1; `prompt_lens` (B, 1); `pre_ids`, the generated tokens, (B, longest) int64, padded with
-    -1; `next_tokens` (B, 1), the last generated token or -1; and `step_idx` (B, 1), the number of generated
-    tokens.
+    It is also a mapping in the format of slot-based engines, with torch tensors and lists as values. For B
+    rows, it has these keys:
+
+    - `stop_flags`: (B, 1) bool, all False;
+    - `req_ids`: list of B strings;
+    - `logits_processors_args`: list of B `ArgsView`s;
+    - `prompt_ids`: (B, longest prompt) int64, padded with -1;
+    - `prompt_lens`: (B, 1) int64;
+    - `pre_ids`: the generated tokens, (B, longest output) int64, padded with -1;
+    - `next_tokens`: the last generated token or -1, (B, 1) int64;
+    - `step_idx`: the number of generated tokens, (B, 1) int64.
     """
 
     def __init__(self, rows: Sequence[BatchRow], previous: Sequence[BatchRow] = ()) -> None:
@@ -101,7 +106,7 @@ class BatchState(Mapping[str, Any]):
 
     @cached_property
     def added(self) -> list[int]:
-        """Indices of rows that were not in the previous step: new or resumed samples, with all tokens."""
+        """Indices of rows that were not in the previous step: new samples, or resumed with all output."""
         before = {row.key for row in self._previous}
         return [index for index, row in enumerate(self.rows) if row.key not in before]
 

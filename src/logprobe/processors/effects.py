@@ -1,4 +1,4 @@
-"""Effect of a processor on one position, which requests with `explain` get."""
+"""Effect of a processor on one position, reported to requests with `explain`."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """Adapters for processors from other libraries: one instance per request, applied to a copy of its row.
 
-The caller's factory creates the instance from the request's arguments. The adapters return a
-`LogitsProcessor` class to register. Processors get torch tensors, except for matchers, so that all but
-`adapt_matcher` need torch. State of different requests is never shared, and the raw logits are
-never modified.
+The caller's factory creates the instance from the request's arguments. Each adapter returns a
+`LogitsProcessor` class to register. All adapters except `adapt_matcher` need torch, because their processors
+get torch tensors. State of different requests is never shared, and the raw logits are never modified.
 """
 
 from __future__ import annotations
@@ -107,9 +106,9 @@ def adapt_vllm(
 ) -> type[LogitsProcessor]:
     """Adapt vLLM's batch class: `update_state(batch_update)`, `is_argmax_invariant()`, `apply(logits)`.
 
-    An instance is created as `processor(facts, device, is_pin_memory)`, where `facts` are `ModelFacts`. It
-    sees a batch of one request: the parameters, with the processor arguments as `extra_args`, the prompt, and
-    the live list of output tokens.
+    An instance is created as `processor(facts, device, is_pin_memory)`, where `facts` are `ModelFacts`. The
+    instance sees a batch of one request, which has the parameters (with the processor arguments as
+    `extra_args`), the prompt, and the live list of output tokens.
     """
 
     def make(row: BatchRow, model: ModelFacts) -> Rule:
@@ -183,7 +182,7 @@ class _BatchOfOne:
         self._update: BatchUpdate | None = BatchUpdate(1, (), (added,), ())
 
     def observe(self, row: BatchRow) -> None:
-        """At the request's first step, tell the processor that it was added; later, that nothing changed."""
+        """Tell the processor at the first step that the request was added, later that nothing changed."""
         del row
         self._processor.update_state(self._update)
         self._update = None

@@ -88,7 +88,7 @@ class LogitsProcessor(ABC):
     """Base class of logits processors; a processor only gets rows of requests that set its arguments.
 
     One instance serves all requests. State about a request must be derivable from the request's row
-    (arguments, prompt, output tokens), because a preempted request resumes with all of its tokens.
+    (arguments, prompt, output tokens), because a preempted request resumes as a new row with all its tokens.
     `Args` declares typed arguments: its fields are keys of `logits_processors_args`. `arg_names` declares
     only names. A processor with neither runs on requests that set a key which no other registered processor
     has.
@@ -100,10 +100,11 @@ class LogitsProcessor(ABC):
     ] = ()  # names of the arguments of a processor without `Args`; values are passed unchanged
     # if True, also run, with default arguments, on requests without its arguments
     applies_to_all: ClassVar[bool] = False
-    # True if it keeps state across steps. If False, it may get several rows of a sample, one per draft token.
+    # True if the processor keeps state across steps. If False, a step may have several rows of a sample, one
+    # per draft token.
     keeps_state: ClassVar[bool] = True
-    # True if it records rows for later reading. It then gets greedy rows even if it is argmax-invariant. If
-    # it also applies to all requests, the prompts of one call are processed in one step.
+    # True if the processor records rows for later reading. It then gets greedy rows even if it is
+    # argmax-invariant. If it also applies to all requests, the prompts of one call are processed in one step.
     keeps_rows: ClassVar[bool] = False
 
     @abstractmethod
@@ -117,7 +118,7 @@ class LogitsProcessor(ABC):
         """Raise `ValueError` if arguments with valid types cannot be used; called from any thread."""
 
     def is_argmax_invariant(self) -> bool:
-        """Return True if the argmax never changes; greedy rows then skip it, unless `keeps_rows`."""
+        """Return True if the argmax never changes; unless `keeps_rows`, greedy rows skip this processor."""
         return False
 
     def update_state(self, batch: BatchState) -> None:  # noqa: B027 - a stateless rule has nothing to do

@@ -35,11 +35,11 @@ MAX_TOLD: Final = 256  # maximum number of failures to log, one per source line
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ActiveSample:
-    """A sample with at least one processor; it has a `BatchRow` for each of these stages."""
+    """A sample with at least one processor, and its `BatchRow` for each of its processors' stages."""
 
     rows: dict[int, BatchRow]  # by stage index
     is_explained: bool
-    skips_invariant: bool  # True if greedy and processed log-probabilities are not requested
+    skips_invariant: bool  # True if greedy, without processed log-probabilities and `explain`
 
     def after(self, token_ids: list[int]) -> ActiveSample:
         """Return a copy of the sample with `token_ids` appended to its output."""
@@ -62,7 +62,7 @@ class ProcessedRows:
 class Pipeline:
     """Run every processor on the rows it applies to; a failure is confined to its row.
 
-    The order of operations; the pipeline does 2 to 5, the sampler the rest:
+    The operations are, in this order (the pipeline does 2 to 5, and the sampler does all others):
 
     1. keep the model's logits as *raw*;
     2. masks: allowed tokens, banned words, minimum length, grammar;
@@ -94,7 +94,7 @@ class Pipeline:
 
     @property
     def gathers_calls(self) -> bool:
-        """True if the prompts of one call should be processed in one step, since a processor records rows."""
+        """True if a processor records rows, so that the prompts of one call should run in one step."""
         return any(stage.is_read and stage.processor.applies_to_all for stage in self._stages.registered)
 
     @property
@@ -112,7 +112,7 @@ class Pipeline:
         return self._stages.admit(params)
 
     def take_in(self, plain: Mapping[int, Any]) -> dict[int, Any]:
-        """Convert plain arguments, admitted by another process, to typed ones; see `Stages.take_in`."""
+        """Convert plain arguments that another process admitted to typed arguments; see `Stages.take_in`."""
         return self._stages.take_in(plain)
 
     def open(self, row: BatchRow, args_by_stage: Mapping[int, Any]) -> ActiveSample | None:
@@ -134,7 +134,8 @@ class Pipeline:
     def prepare(self, samples: Sequence[ActiveSample], others: Sequence[BatchRow] = ()) -> None:
         """Pass every processor its rows of the step, in order; call this before the forward pass.
 
-        `others` are the step's further rows, which no processor changes; needed if `sees_all` returns True.
+        `others` are the step's further rows, which no processor changes. They are needed if `sees_all`
+        returns True.
         """
         self._samples, self._others, self._members, self._broken = samples, others, {}, set()
         for index, stage in enumerate(self._stages.ordered):

@@ -148,7 +148,7 @@ class Stages:
         return ConflictingParametersError(names, [stage.name for stage in stages], fault)
 
     def dead_end(self, rows: Mapping[int, BatchRow]) -> ConflictingParametersError:
-        """Return the error for a sample whose stages, the keys of `rows`, leave no token to sample."""
+        """Return the error for a sample whose stages (the keys of `rows`) leave no token to sample."""
 
         def is_conflict(masks: conflicts.Masks) -> bool:
             return not len(conflicts.possible_tokens(masks, self.model.vocab_size))
@@ -162,7 +162,7 @@ class Stages:
         return self.conflict(indices, first.params, fault)
 
     def take_in(self, plain: Mapping[int, Any]) -> dict[int, Any]:
-        """Convert the plain arguments of a request, admitted by another process, to typed ones.
+        """Convert the plain arguments of a request that another process admitted to typed arguments.
 
         Each processor checks the arguments again in this process, since checks may prepare state. Raises the
         same errors as `admit`.

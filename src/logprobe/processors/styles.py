@@ -97,7 +97,7 @@ STYLES: dict[str, Any] = {"batch_update": UpdateStyle, "share_inputs": SlotStyle
 
 
 def styled(kind: Any) -> Any:
-    """Return a class derived from `kind` and the base class of its style, or `kind` if it has no such style.
+    """Return a class derived from `kind` and the base class of its style; `kind` itself if it has no style.
 
     Attributes that the class sets (`applies_to_all`, `keeps_rows`, `Args`, ...) take precedence.
 
@@ -127,7 +127,7 @@ def arguments_of(kind: type, config: EngineConfig) -> list[Any]:
 
 
 def needs_tensors(processor: LogitsProcessor) -> bool:
-    """Return True if a processor gets torch tensors, which are then imported."""
+    """Return True if a processor gets torch tensors; torch is then imported."""
     return isinstance(processor, UpdateStyle | SlotStyle) and torch_for(_PURPOSE) is not None
 
 

@@ -104,9 +104,9 @@ def split_texts(
 ) -> list[Split]:
     """Tokenize a context joined with each continuation, and split the tokens where the continuation starts.
 
-    Trailing white space of the context is moved to the continuation, and an empty context becomes the model's
+    Trailing whitespace of the context is moved to the continuation, and an empty context becomes the model's
     BOS, or EOS if it has no BOS (as in lm-evaluation-harness). If a token spans the boundary for any
-    continuation, all of them are scored by bytes, after the leading tokens that all have in common.
+    continuation, all continuations are scored by bytes, after the leading tokens that all joined texts share.
 
     Args:
         edge: the model's tokenizer.
@@ -114,12 +114,11 @@ def split_texts(
         continuations: the texts to score.
         rule: see `BoundaryRule`.
         is_laid_out: True if the context is a rendered chat template: its special tokens are in the text, and
-            its trailing white space stays in the context.
+            its trailing whitespace stays in the context.
 
     Raises:
-        ParameterError: a continuation is empty, or the context cannot be scored by bytes, because the token
-            that spans its end is the first or a special token, or because the tokenizer rewrites text across
-            the boundary.
+        ParameterError: a continuation is empty; the token that spans the end of the context is the first
+            token or a special token; or the tokenizer rewrites text across the boundary.
     """
     require(all(continuations), "continuation", "is empty; there is nothing to score")
     stripped = context.rstrip()
@@ -134,7 +133,7 @@ def split_texts(
         before = edge.encode(stripped, add_special_tokens=add)
         splits = [_by_tokens(before, whole) for whole in wholes]
         return _with_data(edge, splits, context, len(stripped), continuations, add_special_tokens=add)
-    # A chat template keeps its trailing white space unless a token spans the boundary after it.
+    # A chat template keeps its trailing whitespace unless a token spans the boundary after it.
     for text in [context, stripped] if is_laid_out else [stripped]:
         before = edge.encode(text, add_special_tokens=add)
         shared = [_num_shared(before, whole) for whole in wholes]

@@ -80,7 +80,11 @@ def as_conversations(messages: Conversations) -> list[Conversation]:
     known = "must be a list of messages, a list of such lists, or a string"
     require(is_list, "messages", known, got=messages)
     are_lists = [isinstance(item, list | tuple) for item in messages]
-    require(all(are_lists) or not any(are_lists), "messages", "mixes messages and lists of messages")
+    require(
+        all(are_lists) or not any(are_lists),
+        "messages",
+        "mixes messages and lists of messages; give only messages, or only lists of messages",
+    )
     if not messages:
         return []
     many: list[Any] = list(messages) if are_lists[0] else [messages]
@@ -197,18 +201,22 @@ def _render(
     require(
         size <= MAX_TEMPLATE_CHARS,
         "messages",
-        f"the model's chat template has {size} characters, more than {MAX_TEMPLATE_CHARS}",
+        f"the model's chat template has {size} characters, more than {MAX_TEMPLATE_CHARS}; use a shorter one",
     )
     return PROCESS.render(template, arguments)
 
 
 def _template_for(templates: str | Mapping[str, str], tools: Sequence[Mapping[str, Any]] | None) -> str:
-    """Return the chat template; of several, the one named `tool_use` if there are tools, else `default`."""
+    """Return the chat template; of several, `tool_use` for conversations with tools, otherwise `default`."""
     if isinstance(templates, str):
         return templates
     name = "tool_use" if tools is not None and "tool_use" in templates else "default"
     known = ", ".join(sorted(templates))
-    require(name in templates, "messages", f"the model's chat templates ({known}) have no default")
+    require(
+        name in templates,
+        "messages",
+        f"the model's chat templates ({known}) have no default; use text completion",
+    )
     return templates[name]
 
 

@@ -41,9 +41,10 @@ def check_laid_out(
 ) -> bool:
     """Reject fields that had no effect on `laid_out`, the template's output for `messages`.
 
-    If `messages` were derived from the caller's, `numbers` has the index of the caller's message for each, or
-    `OWN_TEXT` for a generated message that describes the tools. Return True if every mark was rendered, which
-    means that conversations with the same roles and fields but other texts are rendered completely, too.
+    If `messages` differ from the caller's messages, `numbers` maps each index in `messages` to the index of
+    the caller's message, or to `OWN_TEXT` for a generated message that describes the tools. Return True if
+    every mark was rendered: then conversations with the same roles and fields but other texts are rendered
+    completely, too.
 
     Raises:
         ParameterError: a content, field or role has no effect (the error's `parameter` is its path), or the
@@ -115,7 +116,7 @@ def _without(messages: Messages, path: FieldPath) -> list[dict[str, Any]]:
 
 
 def is_implied(messages: Messages, path: FieldPath) -> bool:
-    """Return True if the field names the call that a tool result answers, as its position does anyway."""
+    """Return True if the field only names the call that a tool result answers, which its position shows."""
     if path.field not in {"tool_call_id", "name"} or messages[path.message]["role"] != "tool":
         return False
     first = path.message
@@ -130,7 +131,7 @@ def is_implied(messages: Messages, path: FieldPath) -> bool:
 
 
 def _check_role(messages: Messages, role: str, number: int, render: Render, laid_out: str) -> None:
-    """Reject a role that the template renders exactly like another one."""
+    """Reject a role that the template renders exactly like a known role."""
     for known in KNOWN_ROLES:
         renamed = [message | {"role": known} if message["role"] == role else message for message in messages]
         if _rendered(render, renamed) == laid_out:
@@ -140,7 +141,7 @@ def _check_role(messages: Messages, role: str, number: int, render: Render, laid
 
 
 def _rendered(render: Render, messages: Messages) -> str | None:
-    """Return the rendered text, or None if the template raises, which shows that it noticed the change."""
+    """Return the rendered text; None if the template raises, which shows that the change had an effect."""
     try:
         return render(messages)
     except ParameterError:  # time limit

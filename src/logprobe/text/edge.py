@@ -93,8 +93,8 @@ class TextEdge:
     def template_source(self) -> Any:
         """The object with the attributes `chat_template`, `special_tokens_map` and `response_template`.
 
-        Once the transformers tokenizer is loaded, it is this object, because a caller may have changed the
-        attributes; before that, it is the tokenizer that was read without transformers.
+        This is the transformers tokenizer if it is loaded, because a caller may have changed its attributes,
+        and otherwise the tokenizer that was read without transformers.
         """
         load = self.load_tokenizer
         if self.fast is not None and isinstance(load, LoadOnce) and not load.is_loaded:
@@ -163,7 +163,7 @@ class TextEdge:
     def bytes_from(
         self, text: str, token_ids: IntArray, start: int, *, expected: str, add_special_tokens: bool = False
     ) -> bytes:
-        """Return the UTF-8 of the part of `text` that the tokens with index `start` and higher come from.
+        """Return the UTF-8 of the part of `text` from which the tokens from index `start` on come.
 
         Args:
             text: the text that was encoded.
@@ -180,7 +180,7 @@ class TextEdge:
         return text.encode()[before[-1] if len(before) else 0 :]
 
     def plain_ids(self, text: str) -> list[int]:
-        """Encode a text without special tokens; unlike `encode`, do not check for dropped text."""
+        """Encode a text without adding special tokens; unlike `encode`, do not check for dropped text."""
         return self._encoding(text, add_special_tokens=False).ids
 
     @property

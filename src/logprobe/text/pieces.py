@@ -173,7 +173,7 @@ class Cutter(Generic[C]):
         return self._special_bytes_of([piece.completion.token_ids[position]])
 
     def _num_certain(self) -> int:
-        """Return how many held tokens end on a character and before any possible stop string."""
+        """Return how many held tokens end at a character boundary before any possible stop string."""
         held = b"".join(self._held)
         limit = len(held) - self._held_back(held)
         certain = end = 0

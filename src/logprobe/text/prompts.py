@@ -50,7 +50,7 @@ def text_of(prompt: Prompt) -> str | None:
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """Return the prompts of a call as a list; one prompt is a list with it.
+    """Return the prompts of a call as a list; a single prompt becomes a list of one.
 
     Raises:
         ParameterError: `prompts` is neither a prompt nor a list.

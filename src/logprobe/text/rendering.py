@@ -1,4 +1,4 @@
-"""Render chat templates that may be expensive in a subprocess with time and memory limits.
+"""Render possibly expensive chat templates, in a subprocess with limits on time and memory.
 
 The subprocess runs this file: it calls `templates.render_chat` for one request at a time, and exits when its
 parent does. Requests and replies are length-prefixed JSON over stdin and stdout.

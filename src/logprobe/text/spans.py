@@ -37,7 +37,7 @@ def byte_spans(text: str, pieces: Sequence[bytes], offsets: Callable[[], Offsets
     """Return the bytes [start, end) in the UTF-8 of a text that each token comes from, (num_tokens, 2) int64.
 
     Both columns are non-decreasing, and the spans cover the text. In a segment that the tokenizer changed,
-    the span of every token is the whole segment; all other spans follow one another without overlap.
+    the span of every token is the whole segment; the spans of all other tokens do not overlap.
 
     Args:
         text: the text that was encoded.

@@ -1,8 +1,8 @@
 """Decide if a chat template is cheap to render or must be rendered in a subprocess (`rendering`).
 
-A template is a program that ships with the model. If it uses only the node types below, without nested loops,
-it visits each node at most once per message and doubles the size of a text only a few times. Such a template
-renders in milliseconds and may run on the event loop.
+A template is a program that ships with the model. If a template uses only the node types below, without
+nested loops, then rendering visits each node at most once per message and doubles the size of a text only a
+few times. Such a template renders in milliseconds and may run on the event loop.
 """
 
 from __future__ import annotations

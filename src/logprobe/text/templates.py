@@ -92,7 +92,7 @@ def _before_mark(text: str, final: str) -> str:
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """Return the message with its reasoning in the two fields that templates read."""
+    """Return the message with its reasoning in both fields that templates read."""
     reasoning = next((message[name] for name in REASONING if message.get(name) is not None), None)
     if reasoning is None:
         return message

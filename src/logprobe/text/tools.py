@@ -58,7 +58,7 @@ def read_tools(tools: Sequence[Mapping[str, Any]]) -> list[Tool]:
             raise ParameterError(
                 f"{where}.name", "must be a string; a tool is {type: function, function: {name, ...}}"
             )
-        require(name not in found, f"{where}.name", f"is also the name of another tool: {name!r}")
+        require(name not in found, f"{where}.name", f"is also the name of another tool: {name!r}; rename one")
         parameters = function.get("parameters")
         parameters = {"properties": {}, "additionalProperties": False} if parameters is None else parameters
         is_object = isinstance(parameters, Mapping) and parameters.get("type", "object") == "object"
@@ -72,9 +72,10 @@ def as_texts(
 ) -> list[tuple[list[dict[str, Any]], list[int]]]:
     """Return variants of the messages with tools, calls and results as text, the preferred variant first.
 
-    The tools are described in a system message or, for templates that reject those, at the start of the first
-    user message. Consecutive tool results are merged into one message. Each variant is a list of messages and
-    the index of the caller's message for each; the index is `OWN_TEXT` for a system message that was added.
+    The tools are described in a system message or, for templates that reject system messages, at the start of
+    the first user message. Consecutive tool results are merged into one message. Each variant is a list of
+    messages, and a list with the index of the caller's message for each message; the index is `OWN_TEXT` for
+    a system message that was added.
 
     Raises:
         ParameterError: a tool is malformed, or a result has a field that the text would not contain.

@@ -106,10 +106,10 @@ def last_of_split(split: Split, limit: int) -> Split:
 
 
 def window_splits(split: Split, window: int, stride: int | None = None) -> list[Split]:
-    """Split a continuation into windows; a part to sum over bytes comes first and must fit in one window.
+    """Split a continuation into windows; a part scored by bytes comes first and must fit in one window.
 
     Raises:
-        ParameterError: the part to sum over bytes does not fit in one window.
+        ParameterError: the part scored by bytes does not fit in one window.
     """
     ids, start, healing, data = split
     parts = []

@@ -35,9 +35,9 @@ DEFAULT_MAX_BYTES = 256 << 20
 class CaptureLogitsProcessor(LogitsProcessor):
     """Records the log-softmax of every row of requests that set `capture`, without changing the logits.
 
-    Rows are recorded before the processors that come later in the order change them. The store is bounded:
-    the rows of the least recently captured request are dropped first. All methods are thread-safe. A row is
-    stored completely or not at all, and is read-only.
+    A recorded row includes the changes of processors that run earlier in the order, but not of those that run
+    later. The store is bounded: the rows of the least recently captured request are dropped first. All
+    methods are thread-safe. A row is stored completely or not at all, and is read-only.
     """
 
     Args = CaptureArgs
@@ -103,13 +103,14 @@ class CaptureLogitsProcessor(LogitsProcessor):
     def get_rows(self, name: str) -> dict[int, FloatArray]:
         """Return a map from the number of preceding output tokens to the row, (V,) nats.
 
-        `name` is the request's id, or the string that it set as `capture`.
+        `name` is the string that the request set as `capture`, or else the request's id, followed by `#` and
+        the sample's index if the index is not 0.
         """
         with self._lock:
             return dict(self._rows.get(name, {}))
 
     def names(self) -> list[str]:
-        """Return the names of requests with stored rows, the least recently captured first."""
+        """Return the names under which rows are stored (see `get_rows`), least recently captured first."""
         with self._lock:
             return list(self._rows)
 
@@ -168,7 +169,7 @@ class GlobalLogprobsCapture(LogitsProcessor):
     def keep(self, logprobs: Any) -> None:
         """Store n (V,) rows of log-probabilities in nats, arrays or tensors, as the latest step.
 
-        Do not modify them later.
+        Do not modify the rows later.
         """
         rows = tuple(self._kept_part(logprobs))
         with self._lock:

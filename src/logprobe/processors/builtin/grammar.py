@@ -51,7 +51,7 @@ CONTEXT_BYTES: Final = 1_000
 PART_MARKS: Final = (
     ":([{"  # every part in a grammar, a regex, or a schema within a grammar contains one of these
 )
-# Each value has one serialization, that of Python's json, so that small models cannot loop on white space.
+# Each value has one serialization, that of Python's json, so that small models cannot loop on whitespace.
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
@@ -202,7 +202,7 @@ class _Tokens:
         self._max_token_bytes = max(map(len, self.tokens))
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Return the first token ids of a text that the grammar forces; their bytes are the text's start.
+        """Return the first token ids of a text that the grammar forces; `text` begins with their bytes.
 
         llguidance passes the last token that was generated and all text that is forced after it. It then
         allows only the next token in the result, even if this token does not match the grammar.
@@ -234,9 +234,9 @@ class _Tokens:
         return token_ids[start:] if b"".join(pieces) == data else None
 
     def _longest_tokens(self, data: bytes) -> list[int]:
-        """Return greedy longest-match tokens, up to just beyond the length of the longest token.
+        """Return greedy longest-match tokens, until they have more bytes than the longest token.
 
-        They end before a position at which no token matches.
+        They end earlier if no token matches at a position.
         """
         token_ids: list[int] = []
         place = 0
@@ -256,7 +256,7 @@ class _Tokens:
 
     @cached_property
     def _ids(self) -> dict[bytes, int]:
-        """Map from bytes to token; the highest id wins, as byte fallback tokens (`<0x20>`) have low ids."""
+        """Map from bytes to id; of equal tokens, the highest id wins, as byte fallbacks have low ids."""
         ids = {self._plain_bytes(token_id): token_id for token_id in range(len(self.tokens))}
         ids.pop(b"", None)
         return ids
@@ -268,7 +268,7 @@ def _check_size(name: str, value: Any) -> None:
     require(
         name != "choice" or len(value) <= MAX_CHOICES,
         name,
-        f"has {len(texts)} choices; at most {MAX_CHOICES}",
+        f"has {len(texts)} choices; use at most {MAX_CHOICES}",
     )
     _check_bytes(name, sum(map(_num_bytes, texts)))
     if name in {"regex", "ebnf"}:
@@ -284,7 +284,11 @@ def _check_shape(schema: Any) -> None:
         num_parts += len(parts)
         depth += bool(parts)
         _check_parts("json_schema", num_parts)
-        require(depth <= MAX_GRAMMAR_DEPTH, "json_schema", f"is nested deeper than {MAX_GRAMMAR_DEPTH}")
+        require(
+            depth <= MAX_GRAMMAR_DEPTH,
+            "json_schema",
+            f"is nested deeper than {MAX_GRAMMAR_DEPTH}; flatten it",
+        )
         level = []
         for part in parts:
             level += [*part, *part.values()] if isinstance(part, dict) else part
@@ -296,12 +300,14 @@ def _num_bytes(text: str) -> int:
 
 
 def _check_bytes(name: str, num_bytes: int) -> None:
-    require(num_bytes <= MAX_GRAMMAR_BYTES, name, f"has {num_bytes} bytes; at most {MAX_GRAMMAR_BYTES}")
+    require(num_bytes <= MAX_GRAMMAR_BYTES, name, f"has {num_bytes} bytes; use at most {MAX_GRAMMAR_BYTES}")
 
 
 def _check_parts(name: str, num_parts: int) -> None:
     require(
-        num_parts <= MAX_GRAMMAR_PARTS, name, f"has {num_parts} parts or more; at most {MAX_GRAMMAR_PARTS}"
+        num_parts <= MAX_GRAMMAR_PARTS,
+        name,
+        f"has {num_parts} parts or more; use at most {MAX_GRAMMAR_PARTS}",
     )
 
 

@@ -1,7 +1,7 @@
 """Masks and biases: allowed tokens, banned words, minimum length, and OpenAI's `logit_bias`.
 
-Except for the allowed tokens, they change single logits through flat index arrays, in one operation per
-step.
+All processors except `AllowedTokensLogitsProcessor` change single logits through flat index arrays, in one
+operation per step.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Cells:
         return cls(rows, ids)
 
     def on(self, logits: Rows) -> tuple[Any, Any]:
-        """Return the indices, as tensors on the device of the logits if these are a tensor."""
+        """Return the indices; if the logits are a tensor, as tensors on its device."""
         return like(self.rows, logits), like(self.token_ids, logits)
 
 
@@ -110,7 +110,7 @@ class MinTokensLogitsProcessor(MaskLogitsProcessor):
         self._cells = Cells.of([self._ends(row) for row in batch.rows])
 
     def apply(self, logits: Any) -> Any:
-        """Set the logits of end tokens to -inf in these rows."""
+        """Set the logits of end tokens to -inf in rows that have not reached their minimum length."""
         return banned_(logits, self._cells)
 
     def forbid(self, row: BatchRow, possible: NDArray[np.bool_]) -> None:
@@ -172,7 +172,7 @@ class BannedWordsLogitsProcessor(MaskLogitsProcessor):
 def word_sequences(model: ModelFacts, word: str) -> tuple[tuple[int, ...], ...]:
     """Return the tokens that a text has inside a longer text, without and with a leading space.
 
-    If the text is white space only, it is used unchanged.
+    If the text is whitespace only, it is used unchanged.
     """
     bare = word.lstrip(" ")
     texts = (bare, " " + bare) if bare.strip() else (word,)

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 class PenaltiesLogitsProcessor(LogitsProcessor):
     """Makes tokens that have already occurred less likely.
 
-    First comes `repetition_penalty` r (Keskar et al. 2019): if a token occurred in the prompt or the
-    completion, its logit is divided by r if positive, else multiplied by r. Then, for tokens in the
-    completion only, `frequency_penalty` times their count and `presence_penalty` are subtracted, as OpenAI
-    defines them.
+    First, `repetition_penalty` r (Keskar et al. 2019) changes the logit of each token that occurred in the
+    prompt or the completion: a positive logit is divided by r, any other logit is multiplied by r. Then, for
+    each token in the completion, `frequency_penalty` times its count and `presence_penalty` are subtracted
+    from its logit, as OpenAI defines them.
     """
 
     Args = PenaltiesArgs

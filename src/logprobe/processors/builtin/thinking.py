@@ -128,8 +128,8 @@ class ThinkingBudgetLogitsProcessor(LogitsProcessor):
 
     Thinking starts after the marker `think_start`, in the prompt or the completion. Prompt tokens do not
     count toward the budget, but the stop sentence does. Each further start marker starts a new budget. A
-    forced token has the logit 0.0, and all others have -inf. A marker given as text matches in any
-    tokenization; one given as `..._token_ids` matches exactly these tokens.
+    forced token has the logit 0.0, and all other tokens have -inf. A marker given as text matches in any
+    tokenization; a marker given as `..._token_ids` matches exactly these tokens.
     """
 
     Args = ThinkingBudgetArgs
@@ -168,7 +168,7 @@ class ThinkingBudgetLogitsProcessor(LogitsProcessor):
         self._forced = [(index, token_id) for index, token_id in forced if token_id is not None]
 
     def apply(self, logits: Any) -> Any:
-        """Mask all tokens except the forced one in each of these rows, in place."""
+        """Mask all tokens except the forced token in each row that has one, in place."""
         for index, token_id in self._forced:
             logits[index] = -math.inf
             logits[index, token_id] = 0.0

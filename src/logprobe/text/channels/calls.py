@@ -45,7 +45,7 @@ class FoundCall(NamedTuple):
 def read_calls(
     field: TemplateField, data: bytes, captures: Mapping[str, str], typed: Callable[[Any], Any]
 ) -> list[FoundCall]:
-    """Return the calls in `data`, the text between call markers; an empty list if a call is invalid.
+    """Return the calls in `data`, the text between call markers; an empty list if any call is invalid.
 
     `field` is the response template's definition of the calls, and `captures` has the named groups of the
     opening marker's pattern. `typed` converts arguments written as strings to the types in the tools'
@@ -75,7 +75,7 @@ def _read_calls(
 
 
 def _spans(body: str, value: Any, *, is_json: bool) -> list[tuple[int, int]]:
-    """Return the character span of each call; if that fails, the first call spans the whole text."""
+    """Return each call's character span; unless all are found, the first has all text, others none."""
     start = _after_space(body, 0)
     stop = max(start, len(body.rstrip()))
     if not isinstance(value, list):
@@ -88,8 +88,8 @@ def _call(value: Any, source: str) -> ToolCall:
     """Build a call from the parsed value of a template's field.
 
     Raises:
-        ValueError: the value has no function name, or its arguments are not a JSON object.
-        KeyError: the value has no name.
+        ValueError: the value is no function, its name is not a text, or its arguments are not a JSON object.
+        KeyError: the function has no name.
     """
     function = value
     while isinstance(function, Mapping) and "function" in function:

@@ -60,9 +60,9 @@ def _delimited(body: str, delimiters: list[list[str]]) -> Iterator[tuple[str, bo
 
 
 def _xml_inline(body: str, args: Mapping[str, Any]) -> dict[str, Any]:
-    """Read pairs that `tag_pattern` finds with its groups `key` and `value`; later values of a key win.
+    """Read a pair from the groups `key` and `value` of each match of `tag_pattern`; a key's last value wins.
 
-    With `merge_duplicates`, the values of a key are collected in a list instead.
+    With `merge_duplicates`, the values of a repeated key are collected in a list instead.
     """
     values: dict[str, Any] = {}
     for match in regex.finditer(args["tag_pattern"], body, flags=regex.DOTALL):

@@ -112,7 +112,7 @@ def _mistral(first: str) -> _Calls:
     )
 
 
-# Names and white space in the patterns have a maximum length, because a partial match is held back and
+# Names and whitespace in the patterns have a maximum length, because a partial match is held back and
 # searched again with each token.
 def _deepseek(name: str, before: str, after: str, *, between: str, marks: tuple[str, ...] = ()) -> _Calls:
     """Build a row for a DeepSeek syntax whose calls read <call begin>`before` arguments `after`<call end>."""
@@ -222,7 +222,7 @@ CALL_ROWS: Final = (
                 "content": "xml-inline",
                 "content_args": {
                     "tag_pattern": r"<parameter=(?P<key>[^>\n]{1,128})>(?P<value>.*?)</parameter>",
-                    "value_parser": {"name": "text"},  # strips white space
+                    "value_parser": {"name": "text"},  # strips whitespace
                 },
                 "transform": _NAMED,
             }

@@ -35,7 +35,7 @@ def call_format(
     Args:
         form: the syntax of the model's replies.
         tools: tools in OpenAI's format.
-        choice: `required` to call any tools, or the name of a tool, which is then called exactly once.
+        choice: `required` to call at least one tool, or the name of a tool to call exactly once.
         parallel: True to allow several calls.
         prefix: the rendered conversation. If it ends within reasoning, the reply must first finish the
             reasoning.

@@ -37,7 +37,7 @@ class Open(NamedTuple):
 
 
 class Close(NamedTuple):
-    """A marker up to `stop` that closes the region of `field`; if `field` is None, no explicit region."""
+    """A marker or end of text at `stop` that closes the region of `field`; None: of the implicit field."""
 
     field: str | None
     stop: int
@@ -61,7 +61,7 @@ class _Found(NamedTuple):
 
 
 class Regions:
-    """Parses a growing text; positions in steps are character indices from its start."""
+    """Parses a growing text; positions in steps are character indices from the start of the text."""
 
     def __init__(self, template: ResponseTemplate) -> None:
         self._template = template
@@ -148,7 +148,7 @@ class Regions:
             self._steps.append(Text(self.field, self._num_passed + stop))
 
     def _close(self) -> None:
-        """Close the open region at the current position; text then belongs to the implicit field."""
+        """Close the open region at the current position; text after it belongs to the implicit field."""
         implicit = self._template.implicit
         ended = None if self.field == implicit else self.field
         self._steps.append(Close(ended, self._num_passed + self._position))

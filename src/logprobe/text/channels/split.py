@@ -2,8 +2,8 @@
 
 Special tokens contribute no bytes to a channel. The exceptions are special tokens within a tool call, whose
 text is reported as written, and those that the pieces show as text (`Piece.text_tokens`).
-White space before and after a marker is dropped with the marker; a reply without markers keeps all of its
-white space. A tool call must have a name, and arguments that are a JSON object. Any other text between call
+Whitespace before and after a marker is dropped with the marker; a reply without markers keeps all of its
+whitespace. A tool call must have a name, and arguments that are a JSON object. Any other text between call
 markers becomes content, together with the markers.
 """
 
@@ -33,7 +33,7 @@ Channel = Literal["content", "reasoning", "tool_call"]
 class Part:
     """The text that one piece of a completion adds to a channel, with the bytes of each token in it.
 
-    `rows` has an ordered pair (position in the completion, bytes of the token in this text) per token. In
+    `rows` has, in order, a pair (position in the completion, bytes of the token in this text) per token. In
     each channel, all bytes of a token are in the same part, in streams as well.
     """
 
@@ -84,9 +84,9 @@ class Channels:
         self._follow(self._regions.advance(self._source.add_prompt(begun_reply(form, prefix))))
 
     def take(self, piece: Piece[Any]) -> list[Part]:
-        """Return the parts that are certain after this piece: at most one of content and one of reasoning.
+        """Return the parts that are certain after this piece: at most one part of content, one of reasoning.
 
-        Each complete tool call is a further part. The piece with a finish reason returns all that is left.
+        Each complete tool call is a further part. For a piece with a finish reason, return all that is left.
         """
         is_last = piece.finish_reason is not None
         ids, special = piece.completion.token_ids, self._special_token_ids
@@ -106,7 +106,7 @@ class Channels:
         return self._source.num_held_chars + (0 if self._region is None else self._region.num_bytes)
 
     def _first_undecided(self) -> int | None:
-        """Return the position of the first token with bytes that have no channel yet; None if none."""
+        """Return the position of the first token that has bytes without a channel, or None."""
         first = [self._source.first_position, first_position(self._speech.space)]
         if self._region is not None:
             first += [first_position(self._region.opening), first_position(self._region.body)]
@@ -185,10 +185,10 @@ def _part(channel: Channel, bits: Iterable[Bit], index: int = 0, call: ToolCall 
 
 
 class _Speech:
-    """Buffer for content and reasoning that holds white space until it is known if a marker follows."""
+    """Buffer for content and reasoning that holds whitespace until it is known if a marker follows."""
 
     def __init__(self) -> None:
-        self.space: list[Bit] = []  # held trailing white space
+        self.space: list[Bit] = []  # held trailing whitespace
         self._bits: dict[Channel, list[Bit]] = {}  # not yet returned
         self._channel: Channel = "content"  # channel of the latest text
         self._is_after_mark = False
@@ -210,13 +210,13 @@ class _Speech:
                 self.space.append(Bit(position, text[len(words) :]))
 
     def mark(self, bits: list[Bit]) -> None:
-        """Add a marker, which drops the white space around it; the end of the text has no bits."""
+        """Drop the whitespace around a marker; without `bits` (at the end of the text), do nothing."""
         if bits:
             self.space = []
             self._is_after_mark = True
 
     def end(self) -> None:
-        """End the text: no marker follows, so held white space is kept."""
+        """End the text: no marker follows, so held whitespace is kept."""
         self._give(self.space)
         self.space = []
 
@@ -224,7 +224,7 @@ class _Speech:
         self._bits.setdefault(self._channel, []).extend(bits)
 
     def release(self, limit: int | None) -> list[Part]:
-        """Return one part per channel with the text of tokens before position `limit`, or all if None."""
+        """Return one part per channel with the text of tokens before position `limit` (None: all tokens)."""
         parts = []
         for channel, bits in self._bits.items():
             count = sum(limit is None or bit.position < limit for bit in bits)

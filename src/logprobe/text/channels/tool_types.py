@@ -25,7 +25,7 @@ class ToolTypes:
                 self._types[function["name"]] = own
 
     def typed(self, value: Any) -> Any:
-        """Return a parsed call, or a list of calls, with text arguments converted where a schema says so."""
+        """Convert the text arguments of a parsed call, or of a list of calls, to the types in the schemas."""
         if isinstance(value, list):
             return [self.typed(call) for call in value]
         function = value.get("function") if isinstance(value, dict) else None
@@ -58,7 +58,7 @@ def _argument(value: Any, types: list[str]) -> Any:
 
 
 def _converted(text: str, types: list[str]) -> Any:
-    """Return the value of the first type that the text is valid for, or the text."""
+    """Convert a text to the first type for which it is valid; return it unchanged if there is none."""
     for one in types:
         try:
             match one:
