@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -61,6 +64,7 @@ def provers(folder: Path, scratch: Path) -> Iterator[tuple[str, Callable[[Pairs]
         "the same weights, native kernels, smaller steps",
         partial(loaded, folder, max_num_batched_tokens=64),
     )
+    yield "the same weights, native kernels of processors without AVX-512", partial(by_avx2, folder)
     yield "the same weights, transformers' float32 modules", partial(loaded, folder, weights="plain")
     for dtype in (torch.float16, torch.bfloat16):
         yield f"computed in {str(dtype).removeprefix('torch.')}", partial(of_transformers, folder, dtype)
@@ -75,6 +79,19 @@ def loaded(folder: Path, pairs: Pairs, **settings: Any) -> Array:
     """Return the codes that logprobe computes."""
     with LLM(str(folder), kv_cache_memory_bytes=KV_BYTES, **settings) as llm:
         return codes(llm, pairs)
+
+
+def by_avx2(folder: Path, pairs: Pairs) -> Array:
+    """Return the codes that the kernels for AVX2 compute, in a process of their own."""
+    child = subprocess.run(
+        [sys.executable, __file__, "--codes", str(folder)],
+        input=json.dumps(pairs),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        env={**os.environ, "LOGPROBE_KERNELS": "v3"},
+    )
+    return np.array(json.loads(child.stdout))
 
 
 def of_transformers(folder: Path, dtype: torch.dtype, pairs: Pairs) -> Array:
@@ -109,7 +126,11 @@ def main() -> None:
     """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--replies", type=int, default=200)
+    parser.add_argument("--codes", type=Path, help="print the codes of this model for the pairs on stdin")
     given = parser.parse_args()
+    if given.codes:
+        print(json.dumps(loaded(given.codes, json.load(sys.stdin)).tolist()))
+        return
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)

@@ -146,7 +146,7 @@ class MemberSum:
 
 
 def _followers(spelt: Spelt, node: Node) -> bytes:
-    """Return the bytes that may follow a number or a word here: white space and delimiters."""
+    """Return the bytes that may follow a number or a word here: whitespace and delimiters."""
     if not node.pointer:
         return SPACES
     holder = node.pointer.rpartition("/")[0]

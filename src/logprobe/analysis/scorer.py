@@ -1,6 +1,7 @@
 """`Scorer`, the protocol of models that score continuations, and helpers for code that uses it.
 
-`LLM` implements `Scorer`. Windows, surprisals, data sets and comparisons use no other members of a model.
+`LLM` implements `Scorer`. The code for windows, surprisals, data sets and
+comparisons uses only those members of a model that `Scorer` declares.
 """
 
 from __future__ import annotations

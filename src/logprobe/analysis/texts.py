@@ -125,7 +125,7 @@ class ScoredText:
 
     @property
     def words(self) -> list[Unit]:
-        """Words with their punctuation, split at white space; each Han or kana character is a word."""
+        """Words with their punctuation, split at whitespace; each Han or kana character is a word."""
         return self._tiled(_PATTERNS["word"].finditer(self.text))
 
     @property
@@ -414,7 +414,7 @@ def _scores_and_masses(
 
 
 def begins_word(edge: TextEdge) -> NDArray[np.bool_]:
-    """Return a mask, (V,) bool, of the tokens whose text starts with white space, and of EOS."""
+    """Return a mask, (V,) bool, of the tokens whose text starts with whitespace, and of EOS."""
     vocabulary = edge.vocabulary
     begins = [
         vocabulary.token_bytes(token_id).decode("utf-8", "replace")[:1].isspace()

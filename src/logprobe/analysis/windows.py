@@ -131,7 +131,7 @@ class Perplexity:
     num_scored: int  # scored tokens; a token is not scored if no token precedes it in its window
     num_bytes: int
     num_scored_bytes: int
-    num_words: int  # words are separated by white space
+    num_words: int  # words are separated by whitespace
     window: int
     stride: int
     bos_token_id: int | None  # token put before the text, if any

@@ -28,7 +28,7 @@ class Alternative(TypedDict):
 
 
 class TokenRow(TypedDict):
-    """A token with its log-probability; the values are None if the token is not scored."""
+    """A token with its log-probability; `logprob`, `rank` and `entropy` are None if it is not scored."""
 
     token_id: int
     token: str

@@ -97,7 +97,7 @@ class StateSource:
 
 
 def host_array(values: Any) -> Array:
-    """Return an array itself, or a torch tensor on any device as an array in main memory."""
+    """Return `values` as an array in main memory: an array unchanged, a torch tensor of any device copied."""
     return values if isinstance(values, np.ndarray) else as_array(values.detach().cpu())
 
 

@@ -115,7 +115,7 @@ class LogitsProcessor(ABC):
         """Receive the model's properties; called once, after `__init__`."""
 
     def check_args(self, args: Any) -> None:  # noqa: B027 - most processors only need types and bounds
-        """Raise `ValueError` if arguments with valid types cannot be used; called from any thread."""
+        """Raise `ValueError` if arguments of valid types have invalid values; may be called from any thread."""
 
     def is_argmax_invariant(self) -> bool:
         """Return True if the argmax never changes; unless `keeps_rows`, greedy rows skip this processor."""
@@ -126,7 +126,9 @@ class LogitsProcessor(ABC):
 
     @abstractmethod
     def apply(self, logits: Any) -> Any:
-        """Return the changed logits, (rows, V) float32, modified in place or not; must not change state.
+        """Return the changed logits, (rows, V) float32; does not change the processor's own state.
+
+        `logits` may be modified in place and returned.
 
         `logits` is a NumPy array if the model runs on the CPU, and a torch tensor if it runs on a GPU. The
         result has the same type.

@@ -63,7 +63,7 @@ class Stage:
     previous: tuple[BatchRow, ...] = ()  # rows of the latest update
 
     def apply(self, logits: Any) -> Any:
-        """Call the processor's `apply` with rows of logits; return `logits` if it changed them in place."""
+        """Return the result of the processor's `apply`, which may be `logits` itself, changed in place."""
         if not self.takes_tensors:
             return self.processor.apply(logits)
         tensor = as_tensor(logits)

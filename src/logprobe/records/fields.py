@@ -56,7 +56,7 @@ def fields_of(record: FlatLogprobs, text: str) -> list[Field]:
 
     Args:
         record: record of the tokens whose bytes start with `text`.
-        text: one JSON value, optionally surrounded by white space.
+        text: one JSON value, optionally surrounded by whitespace.
 
     Raises:
         ParameterError: the record has no token table; the text is not valid JSON or not a prefix of the
@@ -97,7 +97,7 @@ class Spelt:
 
     Args:
         pieces: the bytes of each of the T tokens; concatenated, they start with the bytes of `text`.
-        text: one JSON value, optionally surrounded by white space.
+        text: one JSON value, optionally surrounded by whitespace.
 
     Raises:
         ParameterError: as in `fields_of`.
@@ -281,7 +281,7 @@ class _Reader:
             index += 1
 
     def after_space(self, place: int) -> int:
-        """Return the index of the first character, at or after `place`, that is not white space."""
+        """Return the index of the first character, at or after `place`, that is not whitespace."""
         while place < len(self._text) and self._text[place] in _SPACE:
             place += 1
         return place

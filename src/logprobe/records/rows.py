@@ -99,7 +99,7 @@ class DeviceRows:
         return self.arriving(lambda packed: packed.cpu)()
 
     def arriving(self, send: Send) -> Callable[[], HostRows]:
-        """Start the copy of `to_host` and return a function that waits for it and returns the rows."""
+        """Start copying as `to_host` does; return a function that waits for the copy and returns the rows."""
         columns = [self.token_ids, self.logprobs, self.ranks, *self.extras.values()]
         if self.given is not None:
             columns += [self.given.offsets, self.given.token_ids, self.given.logprobs, self.given.ranks]
@@ -316,7 +316,7 @@ def on_host(columns: Sequence[Column]) -> list[Array]:
 
 
 def arriving(columns: Sequence[Column], send: Send) -> Callable[[], list[Array]]:
-    """Start the copy of `on_host` and return a function that waits for it and returns the arrays.
+    """Start copying as `on_host` does; return a function that waits for the copy and returns the arrays.
 
     Tensors on another device than the CPU become one packed copy.
     """

@@ -149,7 +149,7 @@ class _Outgoing:
         raise ParameterError("params", f"holds {value!r:.60} ({kind}), which cannot be serialized")
 
     def blocks(self) -> list[Parts]:
-        """Return the parts of each block, in the order of their numbers."""
+        """Return the parts of each block, in the order of the blocks' numbers."""
         return [
             parts_of_rows(HostRows.joined(block)) if isinstance(block, list) else parts_of_array(block)
             for block in self._blocks

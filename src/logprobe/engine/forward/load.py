@@ -106,7 +106,7 @@ def _why_plain(dtype: str, device: str) -> str | None:
 def _proven_by_reference(
     files: ModelFiles, state: State | None, store: LoadStore | None, progress: LoadProgress
 ) -> ReadyModel:
-    """Verify the native decoder against `reference`.
+    """Load a model with the native decoder, verified against `engine.forward.reference`.
 
     Raises:
         UnsupportedModelError: the native decoder does not support the model, or its logits differ.

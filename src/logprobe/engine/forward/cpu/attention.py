@@ -100,7 +100,10 @@ def chunked(pool: KVPool, prompts: Sequence[Array], starts: Sequence[int]) -> At
 
 
 def by_rows(pool: KVPool, prompts: Sequence[Array], starts: Sequence[int]) -> AttentionPlan:
-    """Return a plan that runs each prompt from its start row by row; see `all_attention_paths`."""
+    """Return a plan that runs each prompt row by row, from its entry of `starts`.
+
+    See `all_attention_paths`.
+    """
     rows = RowPlanBuilder()
     first = 0
     for slots, start in zip(prompts, starts, strict=True):

@@ -143,7 +143,8 @@ class Decoder:
 
         Args:
             spec: structure of the decoder.
-            tensors: vectors (biases, norm weights, rotary frequencies) by name in transformers' module.
+            tensors: vectors (biases, norm weights, rotary frequencies); the keys are their names in transformers'
+                module.
             panels: packed matrices by module name.
 
         Raises:
@@ -236,7 +237,7 @@ class Decoder:
         self.loras.bind(lora, self._lora_base)
 
     def _lora_base(self, name: str) -> PanelLayer:
-        """Return the base weights of a module that LoRA weights change."""
+        """Return the weights of a module without LoRA."""
         if name == self.spec.head:
             return PanelLayer([self.lm_head.parts[0]], self.tensors.get(f"{name}.bias"))
         names = [name] if name in self._panels else [f"{name}{half}" for half in HALVES]

@@ -577,7 +577,7 @@ def _as_tensor(weight: Weight) -> Tensor:
 def _joined(parts: Sequence[Weight]) -> Weight:
     """Concatenate the outputs of all parts in one contiguous matrix of the smallest exact format."""
     if len({part.shape[1] for part in parts}) != 1:
-        raise ValueError("its projections have different numbers of inputs")
+        raise ValueError("linear layers of one product have different numbers of inputs")
     blocks = [part for part in parts if isinstance(part, BlockWeight)]
     if len(blocks) == len(parts) and (whole := joined(blocks)) is not None:
         return whole
