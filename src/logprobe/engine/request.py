@@ -114,7 +114,8 @@ class RequestOutput:
     prompt_hidden_states: NDArray[np.float32] | None = None
     # (prompt tokens, layers with experts, experts per token), set with the states
     prompt_routed_experts: NDArray[np.uint8] | NDArray[np.uint16] | None = None
-    lens: list[FlatLogprobs] | None = None  # by layer of `Request.lens`: the predictions after prompt tokens
+    # One record per layer in `Request.lens`: the layer's predictions after each prompt token.
+    lens: list[FlatLogprobs] | None = None
 
     @classmethod
     def for_request(cls, request: Request) -> RequestOutput:

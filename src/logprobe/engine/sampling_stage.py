@@ -120,7 +120,7 @@ class SamplingStage:
         return output
 
     def _apply(self, chunk: list[SampleRow], logits: Rows) -> ProcessedRows | None:
-        """Run the processors on the rows of a chunk that they see; None if no row has processors."""
+        """Run the processors on the rows that they see of a chunk; None if no row has active processors."""
         has_active = any(row.sample.active is not None for row in chunk)
         return self.pipeline.apply(logits[: self._num_seen]) if has_active else None
 

@@ -207,7 +207,7 @@ class LogprobeAPI(ModelAPI):  # type: ignore[misc]  # untyped without inspect-ai
             require(
                 is_free,
                 "response_schema",
-                "cannot be combined with tool_choice any or a named tool; leave one of them out",
+                "cannot be combined with tool_choice='any' or a named tool; leave one of them out",
             )
             params = replace(params, response_format=calls)
         is_formed = calls is None and params.response_format is not None
@@ -243,7 +243,7 @@ class LogprobeAPI(ModelAPI):  # type: ignore[misc]  # untyped without inspect-ai
         is_single = config.parallel_tool_calls is False
         if not functions or not (is_named or tool_choice == "any"):
             remedy = (
-                "False requires tool_choice any or a named tool; set one, or leave parallel_tool_calls out"
+                "False requires tool_choice='any' or a named tool; set one, or leave parallel_tool_calls out"
             )
             require(not (functions and is_single), "parallel_tool_calls", remedy)
             return None

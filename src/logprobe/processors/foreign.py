@@ -104,7 +104,9 @@ def adapt_matcher(
 def adapt_vllm(
     processor: type[Any], *, name: str | None = None, args: type[msgspec.Struct] | None = None
 ) -> type[LogitsProcessor]:
-    """Adapt vLLM's batch class: `update_state(batch_update)`, `is_argmax_invariant()`, `apply(logits)`.
+    """Adapt a logits processor class with vLLM's batch interface.
+
+    That is `update_state(batch_update)`, `is_argmax_invariant()` and `apply(logits)`.
 
     An instance is created as `processor(facts, device, is_pin_memory)`, where `facts` are `ModelFacts`. The
     instance sees a batch of one request, which has the parameters (with the processor arguments as
@@ -173,7 +175,7 @@ class _MatcherRule:
 
 @final
 class _BatchOfOne:
-    """A rule that runs an instance of vLLM's batch class on a batch of one request."""
+    """A rule that runs a logits processor with vLLM's batch interface on a batch of one request."""
 
     def __init__(self, processor: Any, row: BatchRow) -> None:
         self._processor = processor

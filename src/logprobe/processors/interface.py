@@ -115,7 +115,7 @@ class LogitsProcessor(ABC):
         """Receive the model's properties; called once, after `__init__`."""
 
     def check_args(self, args: Any) -> None:  # noqa: B027 - most processors only need types and bounds
-        """Raise `ValueError` if arguments of valid types have invalid values; may be called from any thread."""
+        """Raise `ValueError` if arguments of valid types have invalid values; any thread may call it."""
 
     def is_argmax_invariant(self) -> bool:
         """Return True if the argmax never changes; unless `keeps_rows`, greedy rows skip this processor."""

@@ -1,6 +1,7 @@
 """Replies as Arrow streams and Parquet files, for requests whose `Accept` header asks for them.
 
-Modules that need pyarrow (extra `arrow`) are imported inside methods, so that worker threads import them.
+Modules that need pyarrow (extra `arrow`) are imported inside methods, which run in worker threads, so that
+the import does not block the event loop.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ async def answer_binary(
     if generation.hides_reasoning:
         raise bad_request("include_reasoning", f"must be true in binary replies; accept {JSON_TYPE}")
     if is_stream and media_type == PARQUET_TYPE:
-        raise bad_request("stream", f"a Parquet file is not streamed; leave it out, or accept {ARROW_TYPE}")
+        raise bad_request(
+            "stream", f"a Parquet reply cannot be streamed; leave stream out, or accept {ARROW_TYPE}"
+        )
     rows = ReplyWriter(service, generation, shape)
     if is_stream:
         headers = {"content-type": media_type, "cache-control": "no-store", "x-accel-buffering": "no"}

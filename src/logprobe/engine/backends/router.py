@@ -27,8 +27,8 @@ class Router:
     def choose(self, admitted: Admitted, queued: Sequence[int], ranks: Sequence[int]) -> int:
         """Return the index of the engine that needs to run the fewest tokens to finish the request's prompt.
 
-        Ties go to the least recently chosen engine. The prompt's prefixes then count as known to the chosen
-        engine.
+        Ties go to the least recently chosen engine. Once an engine is chosen, the prompt's prefixes count as
+        known to it.
 
         Args:
             admitted: the request.

@@ -166,7 +166,7 @@ class FairShares:
         return first
 
     def _next_of(self, first: Sample, waiting: Iterable[Sample], active: Iterable[Sample]) -> Sample:
-        """Return `first`, unless its call has its full share: then a sample of another call of the caller."""
+        """Return `first` or, if its call has its full share, a sample of the same caller's other calls."""
         line = (sample for sample in waiting if not sample.is_paused and sample.caller == first.caller)
         own = [sample for sample in active if sample.caller == first.caller]
         return _in_turn(first, line, own, self._calls(first.caller))

@@ -236,7 +236,7 @@ def fill_blocks(panels: PanelWeights, start: int, header: Array, groups: Array) 
 
 
 def _fill_lanes(target: Array, values: Array) -> None:
-    """Write `values` (outputs, blocks, n) to the memory of panels, `target` (panels, blocks, bytes)."""
+    """Write `values` (outputs, blocks, n) to `target` (panels, blocks, bytes), memory of panels."""
     num_whole, num_left = divmod(len(values), PANEL)
     lanes = target.view(values.dtype)
     lanes = np.lib.stride_tricks.as_strided(

@@ -130,7 +130,7 @@ def check_rows(header: RowsHeader, columns: Mapping[str, Array]) -> None:
     num_entries = _check_ends(*(columns.get(name, none) for name in OTHERS))
     num_none, num_others = header.num_none, len(columns.get("ends", none))
     num_steps = header.num_rows - num_none - num_others
-    require(0 <= num_none <= MAX_COUNTED, f"it claims to have {num_none} rows without entries")
+    require(0 <= num_none <= MAX_COUNTED, f"{num_none} rows have no entries; at most {MAX_COUNTED:,} may")
     require(num_steps >= 0, f"it has {num_none + num_others} rows, but its header says {header.num_rows}")
     require(header.k >= 0 and (num_steps or not header.k), f"k is {header.k} for {num_steps} rows")
     num_ids, num_ranks = num_steps * (header.k + 1) + num_entries, num_steps + num_entries

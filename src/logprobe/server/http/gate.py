@@ -50,7 +50,7 @@ request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 
 @dataclass(slots=True)
 class Call:
-    """Facts about one HTTP request for the access log and metrics; times are in seconds after its header."""
+    """Facts about one HTTP request for the access log and metrics; times are in seconds since its header."""
 
     request_id: str
     client: str = ""

@@ -143,8 +143,8 @@ class Decoder:
 
         Args:
             spec: structure of the decoder.
-            tensors: vectors (biases, norm weights, rotary frequencies); the keys are their names in transformers'
-                module.
+            tensors: vectors (biases, norm weights, rotary frequencies); the keys are their names in
+                transformers' module.
             panels: packed matrices by module name.
 
         Raises:

@@ -351,9 +351,9 @@ class CudaDecoder:
         return torch.empty(self.num_pieces, num_rows, width, dtype=torch.bfloat16, device=self.device)
 
     def _product(self, layer: Linear, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the parts and the bias of a layer's product for pieces `x`.
+        """Return the partial products of a layer for the pieces `x`, which are to be added up, and its bias.
 
-        If LoRA weights are in use, there is one part, which includes the bias and each row's LoRA product.
+        If LoRA weights are in use, there is one product, which includes the bias and each row's LoRA product.
         """
         if not self.loras.groups:
             return linear_parts(x, layer.weight), layer.bias
