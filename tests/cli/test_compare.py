@@ -38,6 +38,17 @@ def test_the_command_prints_a_table_or_json(
     assert "did you mean max-num-seqs?" in cli("compare", model, f"{model},max-num-seq=1", *flags).err
 
 
+def test_models_with_other_tokens_are_compared_by_word_and_the_command_says_so(
+    cli: Callable[..., Any], tiny_model_folder: Path, tiny_window_folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "in.txt").write_text("\n".join(TEXTS))
+    flags = ("--data", str(tmp_path / "in.txt"), "--lines", "--json")
+    shown = cli("compare", str(tiny_model_folder), str(tiny_window_folder), *flags)
+    assert json.loads(shown.out)["unit"] == "word"
+    assert "tokenizers differ" in shown.err
+    assert "tokenizers differ" not in cli("compare", *[str(tiny_model_folder)] * 2, *flags).err
+
+
 def test_a_baseline_is_saved_and_stands_for_the_model(
     cli: Callable[..., Any], tiny_model_folder: Path, tmp_path: Path
 ) -> None:

@@ -85,6 +85,9 @@ def compare(
     comparison = _compared(a, b, texts, bos, engine)
     _write(comparison, output, plot)
     print_figures(comparison.to_dict(), as_json=as_json)
+    if comparison.unit == "word":
+        note = "the tokenizers differ: compared per word, so there is no KL divergence, agreement or ratio"
+        typer.echo(note, err=True)
 
 
 def _compared(
