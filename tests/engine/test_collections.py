@@ -34,4 +34,5 @@ def test_a_collection_walks_past_what_was_there_at_load_and_through_all_after_cl
         gc.collect()
         assert is_freed() is not None
         assert llm.generate("the cat", SamplingParams(max_tokens=2))[0].outputs
+    gc.collect()
     assert is_freed() is None

@@ -266,6 +266,8 @@ def _alternatives(row: Mapping[str, Any], num_tokens: int, end: int) -> Alternat
     ids, logprobs = row.get("top_ids"), row.get("top_logprobs")
     if ids is None or logprobs is None or not end:
         return None
+    if not (isinstance(ids, list) and isinstance(logprobs, list)):
+        raise InputError("top_ids and top_logprobs must be lists")
     widths = [len(part) for part in ids[:end]]
     has_all = len(ids) == len(logprobs) == num_tokens
     if not has_all or widths != [len(part) for part in logprobs[:end]]:

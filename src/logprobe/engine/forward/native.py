@@ -13,7 +13,12 @@ from logprobe.engine.forward.cpu.decoder import Decoder
 from logprobe.engine.forward.device import choose_device, on_device
 from logprobe.engine.forward.kv_cache import KVPool
 from logprobe.engine.forward.load import make_ready
-from logprobe.engine.forward.process_memory import PagedMemory, give_back_memory, return_freed
+from logprobe.engine.forward.process_memory import (
+    PagedMemory,
+    give_back_memory,
+    put_back_into_collections,
+    return_freed,
+)
 from logprobe.engine.forward.system_limits import default_kv_bytes
 from logprobe.engine.protocol import ModelShape
 from logprobe.errors import EngineClosedError, ParameterError, require
@@ -133,7 +138,7 @@ class NativeForward:
             self._memory.release()
             self._memory = None
         if self._is_native:  # counting references has freed its arrays
-            gc.unfreeze()
+            put_back_into_collections()
             return_freed()
         else:
             give_back_memory()

@@ -51,6 +51,11 @@ def keep_out_of_collections() -> None:
     atexit.register(gc.unfreeze)  # else libraries built with nanobind report leaks at exit
 
 
+def put_back_into_collections() -> None:
+    """Let the garbage collector free excluded objects again, in a later collection."""
+    gc.unfreeze()
+
+
 def give_back_memory() -> None:
     """Free all reference cycles, even those excluded from collection; return the memory to the system."""
     gc.unfreeze()  # do not freeze again: references to a closed model may become cycles a moment later

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -18,7 +18,6 @@ from logprobe.kernels.stages import Series, Stage
 
 if TYPE_CHECKING:
     from logprobe.engine.forward.cpu.attention import AttentionPlan
-    from logprobe.engine.forward.cpu.decoder import Decoder
     from logprobe.engine.forward.cpu.lora import LoraRows
     from logprobe.engine.forward.kv_cache import KVPool
     from logprobe.engine.protocol import Capture
@@ -93,6 +92,16 @@ class Launch:
     series: Series
 
 
+class _Decoder(Protocol):
+    """What `Launches` uses of the decoder."""
+
+    def fill(self, step: Step, ids: Array, places: Array, *, is_long: bool) -> None:
+        """Write the embeddings and rotary angles of a step's tokens to its buffers."""
+
+    def operations(self, step: Step, attend: Attend) -> list[Operation]:
+        """Return the operations of a step, in order."""
+
+
 class Launches:
     """Runs steps with few rows on one KV cache; the first step with a given number of rows is recorded."""
 
@@ -118,7 +127,7 @@ class Launches:
         return is_few and plan.pool is self._step.pool
 
     def run(
-        self, decoder: Decoder, ids: Array, places: Array, plan: AttentionPlan, *, is_long: bool
+        self, decoder: _Decoder, ids: Array, places: Array, plan: AttentionPlan, *, is_long: bool
     ) -> Array:
         """Run a step with M rows; return its final hidden states, (M, hidden size).
 
@@ -144,7 +153,7 @@ class Launches:
         launch.series.run()
         return launch.step.normed
 
-    def _record(self, decoder: Decoder, num_rows: int) -> Launch:
+    def _record(self, decoder: _Decoder, num_rows: int) -> Launch:
         plan = self._contexts
         contexts = RowPlan(
             plan.queries[:num_rows], plan.begins[:num_rows], plan.lengths[:num_rows], plan.slots
