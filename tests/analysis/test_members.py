@@ -540,7 +540,7 @@ def test_what_cannot_be_asked_names_the_parameter_and_a_remedy(fake: Fake) -> No
     for parameter, remedy, output, more in [
         ("schema", r"completion\.fields\(\)", good, {"schema": {"type": "object"}}),
         ("schema", "must be a JSON schema", good, {"schema": "enum"}),
-        ("schema", "pass it", fake.reply(asking(None, max_tokens=1)), {"schema": None}),
+        ("schema", "pass a schema", fake.reply(asking(None, max_tokens=1)), {"schema": None}),
         ("schema", "does not exist", good, {"schema": {"enum": [1], "$ref": "#/$defs/none"}}),
         ("text", "response_format|own text", fake.reply(asking(None, max_tokens=3)), {"schema": enum}),
         ("text", "enough max_tokens", fake.reply(asking(enum, max_tokens=2)), {}),
