@@ -46,6 +46,22 @@ def test_words_come_as_csv(words: Any, tiny_llm: LLM, tmp_path: Path) -> None:
     assert (first["surprisal"], first["note"]) == ("", NOT_SCORED)
 
 
+def test_words_are_written_to_a_file(words: Any, tmp_path: Path) -> None:
+    for flags, name in (
+        (("--csv",), "w.csv"),
+        (("--json",), "w.jsonl"),
+        (("--csv",), "w.jsonl"),
+        ((), "w.txt"),
+    ):
+        shown = words("--text", TEXT, *flags).out
+        given = flags if name == "w.jsonl" else ()
+        assert words("--text", TEXT, *given, "-o", str(tmp_path / name)).out == ""
+        assert (tmp_path / name).read_text(encoding="utf-8") == shown
+    refused = words("--text", TEXT, "-o", str(tmp_path / "none" / "w.csv"))
+    assert refused.code == 1
+    assert "none/w.csv: cannot be written" in refused.error_line
+
+
 def test_words_of_rows_come_with_their_columns(words: Any, tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text('{"s": "the cat", "id": "a"}\n{"s": ""}\n{"s": "a dog in", "id": "b"}\n')

@@ -5,12 +5,15 @@ from __future__ import annotations
 import csv
 import json
 import sys
+from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import typer
 
 from logprobe.analysis.datasets.settings import DataSettings
+from logprobe.analysis.io.files import writing
 from logprobe.analysis.io.sources import BadRow, Row, read_rows
 from logprobe.cli.data import InputFlags, fail_for_bad_rows
 from logprobe.cli.inputs import TextOption, holds_rows, source_of
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
 
 _words = partial(typer.Option, rich_help_panel="Surprisal")
 By = Literal["word", "sentence", "token", "char"]
+Write: TypeAlias = "Callable[[list[dict[str, Any]]], None]"
 
 
 def words(
@@ -45,6 +49,10 @@ def words(
     ] = None,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV instead of a table.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines instead of a table.")] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Write to this file; .csv: as CSV, .jsonl: as JSON lines."),
+    ] = None,
     model: ModelFlags,
 ) -> None:
     """Print the surprisal of each word.
@@ -54,7 +62,7 @@ def words(
     standard error, and the exit code is then 1.
 
     Examples:
-        logprobe words story.txt --csv > words.csv
+        logprobe words story.txt -o words.csv
         logprobe words items.csv --text-column sentence --keep-columns item --boundary end --unit bits --csv
         logprobe words --text "The horse raced past the barn fell."
     """
@@ -64,12 +72,14 @@ def words(
 
     if as_csv and as_json:
         raise typer.BadParameter("cannot be combined with --json", param_hint="--csv")
+    suffix = "" if output is None or as_csv or as_json else output.suffix
+    as_csv, as_json = as_csv or suffix == ".csv", as_json or suffix == ".jsonl"
     settings = DataSettings(**data.columns)
     check_kept(settings, ["row", by, *ROW_COLUMNS])
     rows = _rows_of(data, settings, text)
-    write = _csv_writer() if as_csv else _write_json if as_json else _write_table
     num_bad = 0
-    with model.open() as llm:
+    with model.open() as llm, _opened(output) as file:
+        write = _csv_writer(file) if as_csv else partial(_write_json if as_json else _write_table, file)
         for batch in batches(rows):
             good = [row for row in batch if not isinstance(row, BadRow)]
             found = llm.surprisal(
@@ -107,8 +117,17 @@ def _rows_of(data: InputFlags, settings: DataSettings, text: str | None) -> Iter
     return iter([checked(Row(index=0, source="text", line=1, num_bytes=0, values=values), settings)])
 
 
-def _csv_writer() -> Callable[[list[dict[str, Any]]], None]:
-    writer = csv.writer(sys.stdout, lineterminator="\n")
+@contextmanager
+def _opened(output: Path | None) -> Iterator[IO[str]]:
+    if output is None:
+        yield sys.stdout
+        return
+    with writing(output), output.open("w", encoding="utf-8", newline="") as file:
+        yield file
+
+
+def _csv_writer(file: IO[str]) -> Write:
+    writer = csv.writer(file, lineterminator="\n")
     has_header = False
 
     def write(rows: list[dict[str, Any]]) -> None:
@@ -121,16 +140,16 @@ def _csv_writer() -> Callable[[list[dict[str, Any]]], None]:
     return write
 
 
-def _write_json(rows: list[dict[str, Any]]) -> None:
+def _write_json(file: IO[str], rows: list[dict[str, Any]]) -> None:
     for row in rows:
-        typer.echo(json.dumps(row))
+        typer.echo(json.dumps(row), file=file)
 
 
-def _write_table(rows: list[dict[str, Any]]) -> None:
+def _write_table(file: IO[str], rows: list[dict[str, Any]]) -> None:
     if rows:
         cells = [[_cell(value) for value in row.values()] for row in rows]
         is_left = [isinstance(value, str) for value in rows[0].values()]
-        typer.echo(table([list(rows[0]), *cells], is_left) + "\n")
+        typer.echo(table([list(rows[0]), *cells], is_left) + "\n", file=file)
 
 
 def _cell(value: Any) -> str:

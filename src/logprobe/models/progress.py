@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from logprobe.kernels.layers.forms import PanelWeights
     from logprobe.models.sources import Rows, Source
 
-MIN_BYTES: Final = 1 << 28  # smallest model that gets a progress bar
+MIN_BYTES: Final = 1 << 26  # smallest model that gets a progress bar
 
 
 class LoadProgress:
@@ -49,7 +49,7 @@ class LoadProgress:
 
         console = Console(stderr=True)
         if not console.is_terminal:
-            say(f"{self._name}: packing and verifying {num_bytes / 1e9:.1f} GB on first load")
+            say(f"{self._name}: first load, packing and verifying {num_bytes / 1e9:.2g} GB")
             return
         num_weights = sum(map(math.prod, source.shapes.values()))
         self._scale = num_bytes / num_weights
