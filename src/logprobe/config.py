@@ -358,6 +358,6 @@ def _options(given: Mapping[str, Any] | str | None) -> dict[str, Any] | None:
 
 
 def _names_in(text: str) -> list[str]:
-    """Split a text at commas, and drop empty names: `a, b` given as two words becomes `a,` and `b`."""
+    """Split a text at commas; drop empty names if there are several (`a,`, from `a, b` as two words)."""
     names = [name.strip() for name in text.split(",")]
     return names if len(names) == 1 else [name for name in names if name]

@@ -295,7 +295,7 @@ def open_requests(model: AnyModel) -> list[str]:
     """Return the ids of accepted requests whose output was not read to its end.
 
     Raises:
-        ParameterError: `model` is none of `LLM`, `AsyncLLM`, `AsyncLM`, a loaded model and the engine of one.
+        ParameterError: `model` is not an `LLM`, `AsyncLLM`, `AsyncLM`, a loaded model, or its engine.
     """
     front = _front_of(model)
     return sorted({*front._builders, *front._streams._inboxes})

@@ -59,7 +59,19 @@ def test_words_are_written_to_a_file(words: Any, tmp_path: Path) -> None:
         assert (tmp_path / name).read_text(encoding="utf-8") == shown
     refused = words("--text", TEXT, "-o", str(tmp_path / "none" / "w.csv"))
     assert refused.code == 1
-    assert "none/w.csv: cannot be written" in refused.error_line
+    assert "none/w.csv: the folder does not exist" in refused.error_line
+
+
+def test_the_output_replaces_a_file_only_when_the_run_has_ended(words: Any, tmp_path: Path) -> None:
+    path = tmp_path / "items.csv"
+    path.write_text("text,item\nthe cat,a\na dog,b\n")
+    before = path.read_text()
+    flags = (str(path), "--keep-columns", "item", "-o", str(path))
+    assert words(*flags, "--stride", "0").code != 0
+    assert path.read_text() == before
+    assert words(*flags).code == 0
+    assert [row["item"] for row in read(path.read_text())] == ["a", "a", "b", "b"]
+    assert [file.name for file in tmp_path.iterdir()] == ["items.csv"]
 
 
 def test_words_of_rows_come_with_their_columns(words: Any, tmp_path: Path) -> None:

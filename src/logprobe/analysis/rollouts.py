@@ -475,8 +475,9 @@ def _correction(
         return f"divide the trainer's logits by {scale:.4g}: the sampler's logprobs use that temperature"
     if distribution == "raw" != target:
         return (
-            f"let the sampler report logprobs at its temperature of {shaping.divisor:g} (processed logprobs) "
-            "and log_kept_mass: the stored logprobs are raw, but the trainer's are at that temperature"
+            f"let the sampler report processed logprobs (at its temperature of {shaping.divisor:g}) and "
+            "log_kept_mass, and add the two: the stored logprobs are raw, but the trainer's are at that "
+            "temperature"
         )
     return None
 

@@ -1,7 +1,7 @@
 """`Scorer`, the protocol of models that score continuations, and helpers for code that uses it.
 
-`LLM` implements `Scorer`. The code for windows, surprisals, data sets and
-comparisons uses only those members of a model that `Scorer` declares.
+`LLM` implements `Scorer`. The code for windows, surprisals, data sets and comparisons uses only those members
+of a model that `Scorer` declares.
 """
 
 from __future__ import annotations

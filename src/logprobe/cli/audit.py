@@ -131,9 +131,9 @@ def audit(
 
     The exact log-probabilities are computed by a local model. For a server, the verdict is PASS or FAIL. The
     report states which distribution the log-probabilities are from, how large their errors are, whether they
-    are the same in repeated, concurrent and streamed requests, and whether they are right at all prompt
-    lengths. With --conformance, the API is checked instead of the numbers, for fields that are accepted but
-    ignored, and for tokens that have the text or bytes of other tokens.
+    are the same in repeated, cached, concurrent and streamed requests, and whether they are right at all
+    prompt lengths. With --conformance, the API is checked instead of the numbers, for fields that are
+    accepted but ignored, and for tokens that have the text or bytes of other tokens.
 
     For stored rollouts, the sampler's log-probabilities are compared with a trainer's log-probabilities of
     the same tokens, from --model or TRAINER.parquet. The report says which correction to apply.

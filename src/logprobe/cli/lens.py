@@ -36,7 +36,9 @@ def lens(
             "last; or `last`. Default: all in JSON and plots, some in the table."
         ),
     ] = None,
-    top: Annotated[int, _lens(help="Number of most likely tokens to list per layer.")] = 5,
+    top: Annotated[
+        int, _lens(help="Most likely tokens per layer, after the last token (with --json, after each).")
+    ] = 5,
     plot: Annotated[Path | None, _lens(help="Save a plot (.png, .svg or .pdf; extra plot).")] = None,
     as_json: JsonOption = False,
     model: ModelFlags,

@@ -13,12 +13,13 @@ from typing import IO, TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 import typer
 
 from logprobe.analysis.datasets.settings import DataSettings
-from logprobe.analysis.io.files import writing
+from logprobe.analysis.io.files import replacing, writing
 from logprobe.analysis.io.sources import BadRow, Row, read_rows
 from logprobe.cli.data import InputFlags, fail_for_bad_rows
 from logprobe.cli.inputs import TextOption, holds_rows, source_of
 from logprobe.cli.options import BosOption, ModelFlags
 from logprobe.cli.tables import MISSING, table
+from logprobe.errors import OutputError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -51,15 +52,20 @@ def words(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines instead of a table.")] = False,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Write to this file; .csv: as CSV, .jsonl: as JSON lines."),
+        typer.Option(
+            "--output",
+            "-o",
+            help="Write to this file: .csv as CSV, .jsonl as JSON lines, others as a table, unless --csv or "
+            "--json is given.",
+        ),
     ] = None,
     model: ModelFlags,
 ) -> None:
     """Print the surprisal of each word.
 
-    Prints one line per word, with its surprisal, entropy and tokens. The input is a text, or a data set with
-    a text in each row (files such as .jsonl, --lines, --format). Rows that cannot be read are reported on
-    standard error, and the exit code is then 1.
+    Prints (or writes to a file) one line per word, with its surprisal, entropy and tokens. The input is a
+    text, or a data set with a text in each row (files such as .jsonl, --lines, --format). Rows
+    that cannot be read are reported on standard error, and the exit code is then 1.
 
     Examples:
         logprobe words story.txt -o words.csv
@@ -72,6 +78,8 @@ def words(
 
     if as_csv and as_json:
         raise typer.BadParameter("cannot be combined with --json", param_hint="--csv")
+    if output is not None and not output.absolute().parent.is_dir():  # check before the model is loaded
+        raise OutputError(f"{output}: the folder does not exist; create it first")
     suffix = "" if output is None or as_csv or as_json else output.suffix
     as_csv, as_json = as_csv or suffix == ".csv", as_json or suffix == ".jsonl"
     settings = DataSettings(**data.columns)
@@ -122,7 +130,12 @@ def _opened(output: Path | None) -> Iterator[IO[str]]:
     if output is None:
         yield sys.stdout
         return
-    with writing(output), output.open("w", encoding="utf-8", newline="") as file:
+    # Rows may be read from a file at this path until the end, and a run that fails must not replace it.
+    with (
+        writing(output),
+        replacing(output) as unfinished,
+        unfinished.open("w", encoding="utf-8", newline="") as file,
+    ):
         yield file
 
 

@@ -164,7 +164,7 @@ class StepActivations:
     def _lens(self, sample: Sample, start: int, end: int) -> list[HostRows]:
         """Return rows of log-probabilities after positions [start, end), for each layer of the lens.
 
-        A row's chosen token is the next token of the text; after the last token, it is the most likely one.
+        A row's chosen token is the next token of the text; after the last one, the model's most likely token.
         """
         assert sample.capture is not None
         forward, slots = self._forward, sample.kept_slots(start, end)

@@ -7,7 +7,8 @@ verifies these drafts like those of `PromptLookup`, so they change no token.
 The estimated probability that all drafts of a sample are accepted is the product of their acceptance rates,
 each measured on earlier drafts of about the same confidence (as in EAGLE-2, Li et al. 2024). A draft that has
 been made is verified if that saves time. The draft model runs for one more draft only if that saves time
-including the run; the acceptance rate of the draft to come is estimated by that of all earlier drafts.
+including the run; the acceptance rate of the draft to come is estimated by that of all earlier drafts. While
+drafts save no time, one step in `PROBE_STEPS` still makes and verifies some.
 """
 
 from __future__ import annotations

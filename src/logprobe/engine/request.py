@@ -287,8 +287,8 @@ def _check_forced(forced: IntArray, num_prompt: int, max_len: int, vocab_size: i
         raise PromptTooLongError(
             "prompt",
             f"has {num_tokens} tokens with its continuation, but at most {max_len + 1} fit into the model's "
-            "context, max_model_len and the KV cache (kv_cache_memory_bytes); shorten them or score them in "
-            "windows",
+            "context, max_model_len and the KV cache (kv_cache_memory_bytes); shorten one of them or score "
+            "in windows",
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from logprobe.models.cache import say
+from logprobe.models.cache import in_words, say
 from logprobe.models.sources import EVERY
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class LoadProgress:
 
         console = Console(stderr=True)
         if not console.is_terminal:
-            say(f"{self._name}: first load, packing and verifying {num_bytes / 1e9:.2g} GB")
+            say(f"{self._name}: first load, packing and verifying {in_words(num_bytes)}")
             return
         num_weights = sum(map(math.prod, source.shapes.values()))
         self._scale = num_bytes / num_weights

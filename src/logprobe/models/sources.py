@@ -97,7 +97,7 @@ class StateSource:
 
 
 def host_array(values: Any) -> Array:
-    """Return `values` as an array in main memory: an array unchanged, a torch tensor of any device copied."""
+    """Return `values` as an array in main memory; a tensor on a GPU is copied, one on the CPU is not."""
     return values if isinstance(values, np.ndarray) else as_array(values.detach().cpu())
 
 

@@ -106,7 +106,7 @@ class BatchState(Mapping[str, Any]):
 
     @cached_property
     def added(self) -> list[int]:
-        """Indices of rows that were not in the previous step: new samples, or resumed with all output."""
+        """Indices of the rows whose samples were not in the previous step: new ones, and resumed ones."""
         before = {row.key for row in self._previous}
         return [index for index, row in enumerate(self.rows) if row.key not in before]
 

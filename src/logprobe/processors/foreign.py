@@ -106,7 +106,7 @@ def adapt_vllm(
 ) -> type[LogitsProcessor]:
     """Adapt a logits processor class with vLLM's batch interface.
 
-    That is `update_state(batch_update)`, `is_argmax_invariant()` and `apply(logits)`.
+    The interface is `update_state(batch_update)`, `is_argmax_invariant()` and `apply(logits)`.
 
     An instance is created as `processor(facts, device, is_pin_memory)`, where `facts` are `ModelFacts`. The
     instance sees a batch of one request, which has the parameters (with the processor arguments as

@@ -126,7 +126,7 @@ class LogitsProcessor(ABC):
 
     @abstractmethod
     def apply(self, logits: Any) -> Any:
-        """Return the changed logits, (rows, V) float32; does not change the processor's own state.
+        """Return the changed logits, (rows, V) float32; must not change the processor's own state.
 
         `logits` may be modified in place and returned.
 

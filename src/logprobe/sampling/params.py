@@ -90,7 +90,7 @@ class SamplingParams:
         bad_words: texts that must not be generated, with or without a leading space; at most 256 characters
             each.
         response_format: OpenAI's `text`, `json_object` or `json_schema`; also `regex`, `choice` or `ebnf`,
-            each with its value under a key of the same name (needs the extra `grammar`).
+            each with its value under a key of the same name. All but `text` need the extra `grammar`.
         logits_processors_args: arguments of the logits processors that the engine was started with.
         lora: name of the LoRA adapter to use (`None`: the base model).
         routed_experts: the experts to use in each layer of a mixture of experts, instead of those that the

@@ -117,8 +117,9 @@ def split_texts(
             its trailing whitespace stays in the context.
 
     Raises:
-        ParameterError: a continuation is empty; the token that spans the end of the context is the first
-            token or a special token; or the tokenizer rewrites text across the boundary.
+        ParameterError: a continuation is empty; the context ends within the first token; or the context must
+            be scored by bytes, but the token that spans its end is a special token, or the tokenizer rewrites
+            text across the boundary.
     """
     require(all(continuations), "continuation", "is empty; there is nothing to score")
     stripped = context.rstrip()

@@ -156,7 +156,7 @@ class _Outgoing:
         ]
 
     def _range_of(self, rows: HostRows) -> Range:
-        """Append narrow rows to their kind's block, and wider rows to a new block; return the rows' range."""
+        """Append narrow rows to their kind's block, and other rows to a new block; return the rows' range."""
         kind = _narrow_kind(rows)
         number, start = self._ends.get(kind, (len(self._blocks), 0))
         if number == len(self._blocks):

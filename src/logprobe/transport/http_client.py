@@ -1,4 +1,4 @@
-"""HTTP client for one server, with limits on the size and time of replies, and retries on status 429.
+"""HTTP client for one server, with limits on reply sizes and on the time of exchanges, and retries on 429.
 
 Needs httpx (extra `remote`). A client belongs to one event loop.
 """

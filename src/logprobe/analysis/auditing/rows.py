@@ -92,7 +92,7 @@ def _align(rows: Sequence[Row | None], ids: tuple[int, ...], tokens: Tokens) -> 
 
 
 def _unnamed(named: Sequence[int | None], ids: Sequence[int]) -> list[int]:
-    """Return the positions of the ids that no row names; the names are in the order of the ids."""
+    """Return the positions of the ids without a row; a row whose name is None has the next id."""
     found, at = [], 0
     for name in named:
         while name is not None and at < len(ids) and ids[at] != name:

@@ -64,14 +64,21 @@ def writing(path: str | Path, remedy: str = "free disk space, or use another pat
 
 
 def write_durably(path: Path, write: Callable[[Path], object]) -> None:
-    """Write to a temporary file, flush it to disk, and rename it to `path`.
+    """Write to a temporary file, flush it to disk, and rename it to `path`; see `replacing`."""
+    with replacing(path) as unfinished:
+        write(unfinished)
 
-    On failure the temporary file is deleted.
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give the block a temporary file, and flush and rename it to `path` when the block ends.
+
+    On failure the temporary file is deleted, and a file at `path` stays as it was.
     """
     unfinished = path.with_name(f"{path.name}.tmp")
     try:
         claim(unfinished)
-        write(unfinished)
+        yield unfinished
         sync(unfinished)
         unfinished.replace(path)
     except BaseException:

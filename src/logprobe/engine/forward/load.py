@@ -1,4 +1,4 @@
-"""Loads a model and verifies its logits against transformers, or against `reference` if that is missing.
+"""Loads a model and verifies its logits against transformers, or `reference` if transformers is missing.
 
 The first load runs the transformers model and the engine's decoder, compares their logits, and stores a
 record. Where transformers is not installed, the decoder is compared with `reference` instead. Later loads

@@ -43,7 +43,8 @@ def keep_out_of_collections() -> None:
     """Exclude all existing objects (about a million, mostly from libraries) from garbage collection.
 
     A full collection would stop the interpreter, and with it the caller's event loop, for about 200 ms. The
-    excluded objects are still freed by reference counting; reference cycles stay until `give_back_memory`.
+    excluded objects are still freed by reference counting; reference cycles stay until
+    `put_back_into_collections` or `give_back_memory`.
     """
     gc.collect(1)  # young objects only: a load that left many cycles has run a full collection itself
     gc.freeze()

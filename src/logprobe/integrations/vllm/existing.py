@@ -155,7 +155,7 @@ def _fit_out(worker: Any, vllm_config: Any) -> None:
     require(
         model.tokenizer == model.model,
         WHERE,
-        "has another tokenizer than the model's own; create it without the option tokenizer",
+        "has a tokenizer other than the model's own; create the engine without the option tokenizer",
     )
     files = resolve(model.model)
     dtype, device = str(model.dtype).removeprefix("torch."), vllm_config.device_config.device_type

@@ -49,7 +49,7 @@ def requests_on(requests: RowRequests, device: torch.device) -> RowRequests:
 
 
 def allocate(requests: RowRequests, device: torch.device) -> DeviceRows:
-    """Allocate the columns for `requests` as tensors on `device`; see `requests.allocate`."""
+    """Allocate the columns for `requests` as tensors on `device`, as `extraction.requests.allocate` does."""
 
     def empty(shape: Any, dtype: str) -> Tensor:
         return torch.empty(shape, dtype=getattr(torch, dtype), device=device)

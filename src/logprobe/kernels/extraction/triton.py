@@ -43,8 +43,8 @@ LOW_BITS = tl.constexpr(2**31 - 1)
 def fill(logits: Tensor, requests: RowRequests, output: Any) -> None:
     """Compute what `requests` ask for from (B, V) logits, and write it to `output`, `DeviceRows` of tensors.
 
-    All tensors are on one device, but the requests may be on the host. The host never waits for the device. A
-    CUDA graph can capture this call if the requests are on the device and have no given ids.
+    All tensors are on one device, but the requests may be on the host. The host waits for the device only
+    if the requests are on the device and have given ids. Without those, a CUDA graph can capture this call.
     """
     num_rows, vocab_size = logits.shape
     if num_rows == 0:

@@ -103,8 +103,8 @@ class CaptureLogitsProcessor(LogitsProcessor):
     def get_rows(self, name: str) -> dict[int, FloatArray]:
         """Return a map from the number of preceding output tokens to the row, (V,) nats.
 
-        `name` is the string that the request set as `capture`, or else the request's id, followed by `#` and
-        the sample's index if the index is not 0.
+        `name` is the string that the request set as `capture`. If it set True, `name` is the request's id,
+        followed by `#` and the sample's index unless the index is 0.
         """
         with self._lock:
             return dict(self._rows.get(name, {}))

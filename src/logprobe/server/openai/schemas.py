@@ -490,7 +490,10 @@ class FittedLabels(Shape, kw_only=True):
 
 
 class Labelled(Shape, kw_only=True):
-    """Scores of one prompt's labels, in the order of `labels`; `probs` are null if no label is possible."""
+    """Scores of one prompt's labels, in the order of `labels`.
+
+    `probs` and `margin` are null if no label is possible.
+    """
 
     index: int
     label: str
@@ -512,7 +515,10 @@ class Labels(_Answers, kw_only=True):
 
 
 class Judged(Shape, kw_only=True):
-    """Distribution of a prompt's grade, in the order of `scale`; `probs` are null if no grade is possible."""
+    """Distribution of a prompt's grade, in the order of `scale`.
+
+    `probs`, `expectation` and `spread` are null if no grade is possible.
+    """
 
     index: int
     expectation: float | None

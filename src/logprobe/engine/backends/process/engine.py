@@ -152,7 +152,7 @@ class ProcessEngine:
                 chosen = self._router.choose(admitted, queued, ranks)
                 queued[chosen] += Backlog(admitted).num_tokens
                 portions[chosen].append(admitted)
-            # Under the lock, so that in every process a call comes before or after a weight replacement.
+            # Under the lock, so that all processes have the same order of calls and weight replacements.
             for replica, portion in zip(self._replicas, portions, strict=True):
                 if portion:
                     replica.submit(portion)
@@ -358,7 +358,9 @@ def copying() -> Iterator[None]:
         yield
     except OSError as error:
         reason = f"the weights cannot be copied for the engine processes ({error})"
-        raise EngineError(f"{reason}; free space in this folder, or set TMPDIR to another one") from error
+        raise EngineError(
+            f"{reason}; free space in the folder for temporary files, or set TMPDIR to another folder"
+        ) from error
 
 
 def _names(count: int) -> list[str]:

@@ -96,7 +96,7 @@ class _Decoder(Protocol):
     """What `Launches` uses of the decoder."""
 
     def fill(self, step: Step, ids: Array, places: Array, *, is_long: bool) -> None:
-        """Write the embeddings and rotary angles of a step's tokens to its buffers."""
+        """Write a step's embeddings, and the cosines and sines of its rotary angles, to its buffers."""
 
     def operations(self, step: Step, attend: Attend) -> list[Operation]:
         """Return the operations of a step, in order."""
