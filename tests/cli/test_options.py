@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +11,7 @@ from typer.testing import CliRunner
 from logprobe.analysis.datasets.settings import DataSettings, RaySettings
 from logprobe.cli.command import Command, in_flags, naming
 from logprobe.cli.dataset import ClusterFlags, ScoreFlags
-from logprobe.cli.options import EngineFlags, field_names, open_llm, say_loading, with_groups
+from logprobe.cli.options import EngineFlags, few_collections, field_names, open_llm, say_loading, with_groups
 from logprobe.config import EngineConfig
 from logprobe.errors import ParameterError
 from logprobe.server import ServerSettings
@@ -131,3 +132,10 @@ def test_loading_leaves_the_settings_of_transformers_as_they_were(
 def test_a_known_model_is_loaded_under_its_title(capfd: pytest.CaptureFixture[str]) -> None:
     say_loading("smollm2")
     assert capfd.readouterr().err == "loading smollm2 (SmolLM2-135M-Instruct, Q4_1) …\n"
+
+
+def test_garbage_is_collected_as_before_after_a_start() -> None:
+    before = gc.get_threshold()
+    with few_collections():
+        assert gc.get_threshold()[0] > before[0]
+    assert gc.get_threshold() == before

@@ -112,6 +112,23 @@ def test_a_draft_model_rests_while_it_is_wrong_and_returns_when_it_is_right() ->
     assert driven.engine.stats().accepted_tokens > before + 50
 
 
+def test_the_draft_model_gets_no_more_samples_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    driven = drafting(max_num_seqs=5)
+    asked: list[int] = []
+    own = driven.engine.drafter.draft  # type: ignore[union-attr]
+
+    def draft(wanted: Any, num_rows: int) -> Any:
+        asked.append(sum(wanted.values()) - (5 - num_rows))
+        return own(wanted, num_rows)
+
+    monkeypatch.setattr(driven.engine.drafter, "draft", draft)
+    for place in range(4):
+        driven.submit(f"r{place}", [5, 97 + place, 98], temperature=0, max_tokens=30)
+    driven.finish()
+    assert asked
+    assert max(asked) <= 0
+
+
 def test_a_draft_that_has_been_made_is_verified_where_making_it_would_not_pay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

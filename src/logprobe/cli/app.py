@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import gc
 import io
 import logging
 import os
@@ -19,7 +18,7 @@ import typer
 
 from logprobe import __version__
 from logprobe.cli.command import Command
-from logprobe.cli.options import with_groups
+from logprobe.cli.options import few_collections, with_groups
 from logprobe.errors import BatchError, LogprobeError
 
 if TYPE_CHECKING:
@@ -101,8 +100,6 @@ def root(
 
 def command() -> NoReturn:
     """Run the command line on the process's arguments, and exit with its code."""
-    # Collections while modules are imported and the model is loaded take 30 ms and find nothing.
-    gc.set_threshold(100_000)
     ended = [1]  # the exit code if an exception escapes
     # After a command that loaded a model, the interpreter frees its modules for 0.6 to 1.1 s (10 runs on 2
     # cores); this exit takes 0.03 s. It is registered before a command starts, and so runs after the exit
@@ -129,7 +126,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     # If the first word is an option or not a command, the parser needs all commands.
     names = words[:1] if words and words[0] in COMMANDS else COMMANDS
-    root_command = typer.main.get_command(make_app(names))
+    with few_collections():
+        root_command = typer.main.get_command(make_app(names))
     try:
         code: int | None = root_command.main(args=arguments, prog_name="logprobe", standalone_mode=False)
     except LogprobeError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
@@ -27,6 +28,7 @@ __all__ = [
     "LoadFlags",
     "ModelFlags",
     "complete_model",
+    "few_collections",
     "field_names",
     "open_llm",
     "say_loading",
@@ -190,10 +192,23 @@ def open_llm(model: str, **settings: Any) -> Iterator[LLM]:
     EngineConfig(model=model, **settings)
     resolve(model)  # reject an unknown name before slow imports
     say_loading(model)
-    from logprobe.llm import LLM
+    with few_collections():
+        from logprobe.llm import LLM
 
-    with LLM(model, **settings) as llm:
+        llm = LLM(model, **settings)
+    with llm:
         yield llm
+
+
+@contextmanager
+def few_collections() -> Iterator[None]:
+    """Collect garbage rarely in this block, which imports modules or loads a model; else it takes 30 ms."""
+    thresholds = gc.get_threshold()
+    gc.set_threshold(100_000, *thresholds[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
 
 
 def with_groups(command: Callable[..., None]) -> Callable[..., None]:

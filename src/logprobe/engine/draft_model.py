@@ -158,7 +158,9 @@ class DraftModel:
                 rate = self._rates[_bin(confidence)]
                 chances[sample] *= rate
                 if chances[sample] < least or token_id >= self._vocab_size:
-                    self._rate += STEP * (rate - self._rate)  # by its estimate, as nothing verifies it
+                    # Nothing verifies this draft, so it counts with its estimate.
+                    estimate = rate if token_id < self._vocab_size else 0.0
+                    self._rate += STEP * (estimate - self._rate)
                     continue
                 drafts[sample].append(token_id)
                 self._known[sample].confidences.append(confidence)

@@ -52,9 +52,9 @@ def count_runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     runs: list[int] = []
     own = Launches.run
 
-    def run(self: Launches, decoder: Any, ids: Any, *rest: Any, **options: Any) -> torch.Tensor:
+    def run(self: Launches, ids: Any, *rest: Any, **options: Any) -> torch.Tensor:
         runs.append(len(ids))
-        return own(self, decoder, ids, *rest, **options)
+        return own(self, ids, *rest, **options)
 
     monkeypatch.setattr(Launches, "run", run)
     return runs

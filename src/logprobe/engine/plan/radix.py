@@ -105,7 +105,7 @@ class RadixTree:
                 self._remove_branch(node)
 
     def root(self, key: Hashable = None) -> Node:
-        """Return the root for `key`, which stands for all that cached values depend on besides the tokens."""
+        """Return the root for `key`, on which alone cached values depend, apart from the tokens."""
         return self._roots.setdefault(key, Node(None, EMPTY, EMPTY))
 
     def descend(self, node: Node, token_ids: IntArray) -> tuple[Node, IntArray]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -459,10 +459,7 @@ class Scheduler:
                 room -= len(drafts)
 
     def _drafts_of(self, samples: list[Sample], room: int, num_rows: int) -> dict[Sample, list[int]]:
-        """Return drafts of the samples' next tokens: from repetitions, or else from the draft model.
-
-        There are at most `room` drafts in total, but the draft model may exceed this.
-        """
+        """Return at most `room` drafts of the samples' next tokens: from repetitions or the draft model."""
         made: dict[Sample, list[int]] = {}
         least, others = least_chance(num_rows), {}
         for sample in samples:
@@ -474,7 +471,8 @@ class Scheduler:
             elif most > 0:
                 others[sample] = most
         if self.drafter is not None and others and room > 0:
-            each = max(room // len(others), 1)
+            others = dict(islice(others.items(), room))
+            each = room // len(others)
             made |= self.drafter.draft({sample: min(most, each) for sample, most in others.items()}, num_rows)
         return made
 

@@ -44,7 +44,7 @@ class ColumnHeader(msgspec.Struct, frozen=True):
 
 
 class RowsHeader(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What describes a set of rows besides its columns: numbers of rows, k of the step rows, texts."""
+    """A set of rows without its columns: the numbers of rows, k of the step rows, and the texts."""
 
     num_rows: int
     num_none: int = 0

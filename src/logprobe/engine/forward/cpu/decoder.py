@@ -282,7 +282,9 @@ class Decoder:
         ids, places = (array.astype(np.int64) for array in (token_ids, positions))
         launches = None if self.loras.groups or capture is not None else self.launches
         if launches is not None and launches.can_run(plan):
-            return launches.run(self, ids, places, plan, is_long=is_long)
+            return launches.run(
+                ids, places, plan, is_long=is_long, fill=self.fill, operations=self.operations
+            )
         step = self.new_step(len(ids), plan.pool)
         step.slots, step.loras = plan.slots, self.loras if self.loras.groups else None
         step.capture = capture

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -92,16 +92,6 @@ class Launch:
     series: Series
 
 
-class _Decoder(Protocol):
-    """What `Launches` uses of the decoder."""
-
-    def fill(self, step: Step, ids: Array, places: Array, *, is_long: bool) -> None:
-        """Write a step's embeddings, and the cosines and sines of its rotary angles, to its buffers."""
-
-    def operations(self, step: Step, attend: Attend) -> list[Operation]:
-        """Return the operations of a step, in order."""
-
-
 class Launches:
     """Runs steps with few rows on one KV cache; the first step with a given number of rows is recorded."""
 
@@ -127,25 +117,33 @@ class Launches:
         return is_few and plan.pool is self._step.pool
 
     def run(
-        self, decoder: _Decoder, ids: Array, places: Array, plan: AttentionPlan, *, is_long: bool
+        self,
+        ids: Array,
+        places: Array,
+        plan: AttentionPlan,
+        *,
+        is_long: bool,
+        fill: Callable[..., None],
+        operations: Callable[[Step, Attend], list[Operation]],
     ) -> Array:
         """Run a step with M rows; return its final hidden states, (M, hidden size).
 
         The returned array is valid until the next step.
 
         Args:
-            decoder: the decoder that owns this object. No reference to it is kept, because a reference cycle
-                would leave its weights to the garbage collector.
             ids: (M,) int64 token ids.
             places: (M,) int64 positions.
             plan: a plan that `can_run` accepts.
             is_long: use the long rotary frequencies (longrope).
+            fill: `Decoder.fill`. Neither it nor `operations` is kept, because a reference back to the decoder
+                would leave its weights to the garbage collector.
+            operations: `Decoder.operations`.
         """
         assert plan.rows is not None
         launch = self._recorded.get(len(ids))
         if launch is None:
-            launch = self._recorded[len(ids)] = self._record(decoder, len(ids))
-        decoder.fill(launch.step, ids, places, is_long=is_long)
+            launch = self._recorded[len(ids)] = self._record(len(ids), operations)
+        fill(launch.step, ids, places, is_long=is_long)
         launch.step.slots[:] = plan.slots
         contexts, rows = launch.contexts, plan.rows
         contexts.begins[:], contexts.lengths[:] = rows.begins, rows.lengths
@@ -153,7 +151,7 @@ class Launches:
         launch.series.run()
         return launch.step.normed
 
-    def _record(self, decoder: _Decoder, num_rows: int) -> Launch:
+    def _record(self, num_rows: int, operations: Callable[[Step, Attend], list[Operation]]) -> Launch:
         plan = self._contexts
         contexts = RowPlan(
             plan.queries[:num_rows], plan.begins[:num_rows], plan.lengths[:num_rows], plan.slots
@@ -164,7 +162,7 @@ class Launches:
             return rows_stage(step.query, keys, values, contexts, step.attended, rule)
 
         step = self._step.first_rows(num_rows)
-        operations = decoder.operations(step, attend)
-        stages = [operation for operation in operations if isinstance(operation, Stage)]
-        assert len(stages) == len(operations), "a recorded step has no host operations"
+        made = operations(step, attend)
+        stages = [operation for operation in made if isinstance(operation, Stage)]
+        assert len(stages) == len(made), "a recorded step has no host operations"
         return Launch(step, contexts, Series(stages))

@@ -113,7 +113,7 @@ def dynamic(rotary: Rotary, num_tokens: int) -> Array:
 
 
 def proportional(rotary: Rotary, _num_tokens: int) -> Array:
-    """Return the frequencies of all pairs of a head, of which only the fastest are not 0."""
+    """Return the frequencies of a head's pairs; they are 0 but for the fastest `partial_rotary_factor`."""
     num_rotating = int(rotary.number("partial_rotary_factor", 1.0) * rotary.head_dim // 2)
     powers = _powers(rotary, rotary.number("rope_theta"), rotary.head_dim)
     powers[num_rotating:] = 0
