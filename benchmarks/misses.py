@@ -53,10 +53,5 @@ REASONS = {
     "bench_speculate": (
         "A story has almost no drafts; the lookup for each token and the spread between rounds remain."
     ),
-    "bench_start": (
-        "Typer's import of pydantic, NumPy, reading the tokenizer, and comparing the logits of two short "
-        "texts with those of the first load. llama.cpp starts without a Python framework."
-    ),
-    "bench_start --rivals llama_cpp,transformers": "See `bench_start`.",
     "bench_surprisal": "The forward pass of short sentences remains, which all contestants run.",
 }
