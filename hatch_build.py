@@ -144,6 +144,13 @@ def compile_variants(compiler: list[str], variants: dict[str, str], target_folde
         objects = {variant: Path(folder) / variant for variant in variants}
         jobs = []
         is_zig = "ziglang" in compiler  # which writes processors' names its own way
+        link = [*compiler, *FLAGS, "-shared"]
+        if is_zig:  # without the symbols of its C++ library; a profiler needs those of a local build
+            link.append("-s")
+        if "macos" in compiler[-1]:  # or else the name would be the path of this folder
+            link.append("-Wl,-install_name,kernels.so")
+        if is_zig:  # zig builds its C++ library for the first link, on one core in 40 s: start with that
+            jobs.append(pool.submit(run, [*link, NATIVE / "cpu.cpp", "-o", Path(folder) / "first.so"]))
         for source in sorted(NATIVE.glob("*.cpp"), key=lambda path: -path.stat().st_size):
             for variant, name in variants.items():
                 processor = name.replace("-", "_") if is_zig else name
@@ -155,14 +162,9 @@ def compile_variants(compiler: list[str], variants: dict[str, str], target_folde
                 jobs.append(pool.submit(run, [*compiler, *FLAGS, "-w", *flags, "-c", source, "-o", target]))
         for job in jobs:
             job.result()
-        flags = ["-shared"]
-        if is_zig:  # without the symbols of its C++ library; a profiler needs those of a local build
-            flags.append("-s")
-        if "macos" in compiler[-1]:  # or else the name would be the path of this folder
-            flags.append("-Wl,-install_name,kernels.so")
         for variant in variants:  # for any processor, so that zig builds its C++ library once
             library = Path(folder) / f"kernels_{variant}.so"  # zig puts an import library beside it
-            run([*compiler, *FLAGS, *flags, *sorted(objects[variant].iterdir()), "-o", library])
+            run([*link, *sorted(objects[variant].iterdir()), "-o", library])
             shutil.move(library, target_folder)
 
 
