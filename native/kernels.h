@@ -10,7 +10,7 @@ enum { MAX_GROUPS = 11 };
 // First field of every kernel's arguments. Free threads take its items one after another.
 typedef struct {
   int64_t next;               // first item that no thread has taken
-  int64_t taken[MAX_GROUPS];  // products: items taken per group of row blocks; threads keep to their group
+  int64_t taken[MAX_GROUPS];  // products: items taken per group; threads keep to their group
   int64_t num_items;
 } Work;
 
@@ -26,6 +26,7 @@ typedef struct {
   int64_t x_row, residual_row, out_row;
   int64_t num_rows, width, num_inputs, num_outputs;  // num_inputs: width rounded up to whole blocks
   int64_t panel_bytes, item_panels, block_rows, form, activation;
+  int64_t num_threads;  // that share the items of one block, at least 1
   double factor;  // multiplies the result before the residual is added
 } ProductArgs;
 

@@ -2,7 +2,7 @@
 //
 // A work item is some panels of a block of rows. With few rows, weights are converted to float32 in registers; with
 // more, one piece of a panel at a time is converted into the L1 cache, for all rows of the block to read. Each thread
-// stays on its own blocks while any are left, so that it packs their rows once and finds them in its cache.
+// stays on its own group of items while any are left (see Groups).
 #include "common.hpp"
 #include "gates.hpp"
 #include "tiles.hpp"
@@ -29,23 +29,36 @@ void pack_rows(const ProductArgs& args, int64_t first, int64_t num_rows, float* 
     }
 }
 
-// Return the next item of the thread's own group of blocks (-1: none yet), or of the group with the most items left.
+// The work items in groups, which threads keep to: with several blocks, groups of blocks, so that a thread packs the rows
+// of a block once; with one block, runs of panels, because memory is read faster in long runs.
+struct Groups {
+  int64_t items, num_blocks, size;  // items of a block, blocks, groups
+
+  explicit Groups(const ProductArgs& args)
+      : items(ceil_div(ceil_div(args.num_outputs, PANEL), args.item_panels)),
+        num_blocks(args.work.num_items / items),
+        size(std::min<int64_t>(MAX_GROUPS, num_blocks > 1 ? num_blocks : std::min(items, args.num_threads))) {}
+
+  int64_t first(int64_t group) const { return items * group / size; }  // of the only block
+  int64_t num_items(int64_t group) const {
+    return num_blocks > 1 ? ceil_div(num_blocks - group, size) * items : first(group + 1) - first(group);
+  }
+  int64_t item(int64_t group, int64_t number) const {
+    return num_blocks > 1 ? (number / items * size + group) * items + number % items : first(group) + number;
+  }
+};
+
+// Return the next item of the thread's own group (-1: none yet), or of the group with the most items left.
 // There are as many items as tickets, so a thread with a ticket always finds one.
-int64_t own_item(ProductArgs& args, int64_t ticket, int64_t& group) {
-  const int64_t items = ceil_div(ceil_div(args.num_outputs, PANEL), args.item_panels);
-  const int64_t num_blocks = args.work.num_items / items;
-  if (num_blocks == 1) return ticket;
-  const int64_t num_groups = std::min<int64_t>(MAX_GROUPS, num_blocks);
+int64_t own_item(ProductArgs& args, const Groups& groups, int64_t& group) {
   for (;;) {
     if (group >= 0) {
       const int64_t number = __atomic_fetch_add(&args.work.taken[group], 1, __ATOMIC_RELAXED);
-      const int64_t block = number / items * num_groups + group;
-      if (block < num_blocks) return block * items + number % items;
+      if (number < groups.num_items(group)) return groups.item(group, number);
     }
     int64_t most = std::numeric_limits<int64_t>::min();
-    for (int64_t other = 0; other < num_groups; other++) {
-      const int64_t left = ceil_div(num_blocks - other, num_groups) * items -
-                           __atomic_load_n(&args.work.taken[other], __ATOMIC_RELAXED);
+    for (int64_t other = 0; other < groups.size; other++) {
+      const int64_t left = groups.num_items(other) - __atomic_load_n(&args.work.taken[other], __ATOMIC_RELAXED);
       if (left > most) most = left, group = other;
     }
   }
@@ -135,16 +148,16 @@ void finish_panel(const ProductArgs& args, const Block& block, int64_t output, f
 template <Form form>
 void multiply(ProductArgs& args) {
   if (args.num_rows == 0) return;  // a tile needs at least one row
-  const int64_t num_panels = ceil_div(args.num_outputs, PANEL);
-  const int64_t items = ceil_div(num_panels, args.item_panels);
+  const Groups groups(args);
+  const int64_t num_panels = ceil_div(args.num_outputs, PANEL), items = groups.items;
   const int64_t rows = std::min(args.block_rows, args.num_rows), padded = round_up(args.num_inputs, PIECE);
   scratch.reserve(sizeof(float) * (2 * rows * PANEL + PIECE * PANEL + rows * padded), 4);
   float *products = scratch.array<float>(rows * PANEL), *values = scratch.array<float>(rows * PANEL);
   float *piece = scratch.array<float>(PIECE * PANEL), *packed = scratch.array<float>(rows * padded);
   const bool is_direct = args.num_rows <= DIRECT_ROWS;
   int64_t group = -1, packed_from = -1;
-  for (int64_t ticket; (ticket = take(args.work)) >= 0;) {
-    const int64_t item = own_item(args, ticket, group), first = item / items * args.block_rows;
+  while (take(args.work) >= 0) {
+    const int64_t item = own_item(args, groups, group), first = item / items * args.block_rows;
     const Block block{first, std::min(args.block_rows, args.num_rows - first), packed};
     if (packed_from != first) pack_rows(args, first, block.num_rows, packed);
     packed_from = first;

@@ -84,7 +84,7 @@ void products() {
       args.x_row = width, args.residual_row = args.out_row = num_outputs;
       args.num_rows = num_rows, args.width = width, args.num_inputs = num_inputs, args.num_outputs = num_outputs;
       args.panel_bytes = int64_t(weights.size()) / num_panels, args.item_panels = 1, args.block_rows = 40;
-      args.form = int64_t(form), args.activation = activation;
+      args.form = int64_t(form), args.activation = activation, args.num_threads = 2;
       run(logprobe_products, args, num_panels * ceil_div(num_rows, args.block_rows));
       print("products", 1000 * args.form + 10 * num_rows + activation, out);
     }

@@ -230,6 +230,21 @@ def test_each_block_of_rows_is_multiplied_once_in_every_run(
         assert_close(summands, (2 + number) * want)
 
 
+@pytest.mark.parametrize("num_threads", [1, 2, 7, 64])
+def test_each_panel_of_a_row_is_multiplied_once_in_every_run(
+    num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = torch.randn(19 * 48 + 5, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    panels, x = pack_floats(weight), torch.randn(1, 64, generator=torch.Generator().manual_seed(2))
+    monkeypatch.setattr(threads, "num_threads", lambda: num_threads)  # as many parts of the matrix
+    sums = torch.zeros(1, len(weight))
+    stage = panel_stage(x, panels, sums, Finish(residual=sums))  # repeated work would add up
+    for threads_that_run in (1, num_threads, 64):
+        sums.zero_()
+        stage.run(num_threads=threads_that_run)
+        assert_close(sums, (x.double() @ weight.double().T).float())
+
+
 @pytest.mark.parametrize(("num_threads", "least"), [(1, 32), (2, 32), (16, 64), (64, 256)])
 def test_every_thread_has_several_items_of_whole_panels(
     num_threads: int, least: int, monkeypatch: pytest.MonkeyPatch

@@ -7,6 +7,7 @@ of RUN inputs. This order does not depend on the number of rows. So the bits of 
 other rows, nor on the number of threads, nor on the weight format. With few rows, weights are converted to
 float32 in registers. With more rows, a piece of the weights at a time is converted into the L1 cache, where
 all rows read it. Many rows are split into blocks, and each thread works on one block for as long as possible.
+With a single block, each thread works on a run of panels, because memory is read faster in long runs.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from logprobe.kernels import threads
 from logprobe.kernels.layers.layout import FORM_NUMBERS, PANEL, TILE_ROWS
 from logprobe.kernels.layers.rows import ACTIVATIONS
 from logprobe.kernels.stages import Stage, items_for_threads
@@ -77,6 +79,7 @@ def panel_stage(x: Array, weights: PanelWeights, out: Array, finish: Finish = PL
         form=FORM_NUMBERS[weights.form.name],
         activation=ACTIVATIONS[finish.activation],
         factor=finish.factor,
+        num_threads=threads.num_threads(),
     )
 
 
