@@ -250,6 +250,8 @@ class Model:
 
         Raises:
             ModelError: the adapter cannot be read or does not fit the model.
+            ParameterError: the name is empty, or the engine does not support LoRA.
+            EngineError: an engine process exited during the load, or the engine was closed.
         """
         await asyncio.to_thread(self.engine.add_lora, name, path)
 

@@ -24,7 +24,7 @@ from logprobe.analysis import (
 from logprobe.analysis.comparison import Comparison, common_units
 from logprobe.analysis.detection import binoculars
 from logprobe.analysis.score import whole_rows
-from logprobe.errors import InputError, OutputError, ParameterError
+from logprobe.errors import InputError, MissingPackageError, OutputError, ParameterError
 from refusals import raises
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ def test_a_plot_is_a_picture_or_names_what_is_missing(
 ) -> None:
     found = compare(tiny_llm, tiny_llm, TEXTS)
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    with pytest.raises(ParameterError, match=r"pip install 'logprobe\[plot\]'"):
+    with pytest.raises(MissingPackageError, match=r"pip install 'logprobe\[plot\]'"):
         found.plot(tmp_path / "c.png")
     monkeypatch.undo()
     pytest.importorskip("matplotlib", reason="the extra `plot` is not installed")

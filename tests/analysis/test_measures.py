@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from logprobe.analysis import measures
-from logprobe.errors import ParameterError
+from logprobe.errors import MissingPackageError, ParameterError
 
 HALVES = np.log([0.5, 0.25, 0.125, 0.125])
 UNIFORM = np.log(np.full(8, 1 / 8))
@@ -155,7 +155,7 @@ def test_calibration_is_drawn_where_there_are_answers(monkeypatch: pytest.Monkey
     points = axes.collections[0].get_offsets()
     np.testing.assert_allclose(points, [[0.05, 0], [0.85, 0.5], [0.975, 0.5]])
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ParameterError, match="needs matplotlib"):
+    with pytest.raises(MissingPackageError, match="need matplotlib"):
         found.plot()
 
 

@@ -282,7 +282,7 @@ def test_a_files_tables_are_further_models(cli: Any, monkeypatch: pytest.MonkeyP
         ("[models.a]\nmodel = 'smollm2'\nkv-cache-memory-bytes = 'x'", "'--kv-cache-memory-bytes'"),
         (
             "also-model = ['a=smollm2']\n[models.a]\nmodel = 'smollm2'",
-            "a name is also a table of the --config file",
+            "a is also a table of the --config file",
         ),
         ("also-model = ['a=smollm2', 'a=gemma3-270m']", "a name is used twice"),
         ("also-model = ['smollm2']", "must be NAME=MODEL"),

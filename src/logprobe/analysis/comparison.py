@@ -21,7 +21,7 @@ from logprobe.analysis.score import whole_rows
 from logprobe.analysis.scorer import prefix_of
 from logprobe.analysis.statistics import Figure, Spread, effective_share, figures
 from logprobe.analysis.texts import surprisal
-from logprobe.errors import InputError, ParameterError, require
+from logprobe.errors import InputError, require
 from logprobe.records.forms.finite import finite_fields
 from logprobe.sampling import SamplingParams
 from logprobe.text.edge import same_tokens
@@ -264,14 +264,11 @@ class Comparison:
         Requires the extra `plot`.
 
         Raises:
-            ParameterError: matplotlib is not installed.
+            MissingPackageError: matplotlib is not installed.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ParameterError("plot", "requires matplotlib; pip install 'logprobe[plot]'") from error
+        from logprobe.records.forms.picture import new_figure
 
-        figure = Figure(figsize=(9, 4), layout="constrained")
+        figure = new_figure(figsize=(9, 4), layout="constrained")
         left, right = figure.subplots(1, 2)
         left.plot(self.logprobs_a, self.logprobs_b, ".", markersize=2)
         low = float(min(self.logprobs_a.min(), self.logprobs_b.min()))

@@ -179,7 +179,7 @@ def calibrate(
 
     Raises:
         MissingPackageError: scikit-learn is not installed, which `isotonic` needs.
-        ParameterError: there are fewer than 20 outputs or too few for the coverage (0.9 needs about 36), the
+        ParameterError: there are fewer than 20 outputs or too few for the coverage (0.9 needs 35), the
             outputs have different labels, a label is unknown, or all true labels in the half used for the fit
             are equal (the half depends on `seed`).
 
@@ -297,7 +297,8 @@ def _threshold(shares: Floats, coverage: float) -> float:
     """
     num = len(shares) + 1
     k = num - math.ceil(num * coverage - ROUNDING)
-    needed = 4 * (math.ceil(1 / (1 - coverage) - ROUNDING) - 1)  # a quarter sets the threshold
+    # A quarter of the answers, rounded up, sets the threshold.
+    needed = 4 * (math.ceil(1 / (1 - coverage) - ROUNDING) - 1) - 1
     few = f"are too few for a coverage of {coverage}; give at least {needed}, or a lower coverage"
     require(k > 0, "outputs", few)
     return float(np.sort(shares)[k - 1])

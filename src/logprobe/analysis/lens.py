@@ -113,7 +113,8 @@ class LogitLens:
         """Plot each layer's most likely token after each token of the text, shaded by probability.
 
         Raises:
-            ParameterError: matplotlib is not installed, or the records have no most likely tokens.
+            MissingPackageError: matplotlib is not installed.
+            ParameterError: the records have no most likely tokens.
         """
         from logprobe.records.forms.picture import draw_lens
 

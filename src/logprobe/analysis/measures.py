@@ -249,7 +249,7 @@ class Calibration:
         """Plot accuracy against confidence; requires the extra `plot`.
 
         Raises:
-            ParameterError: matplotlib is not installed.
+            MissingPackageError: matplotlib is not installed.
         """
         from logprobe.records.forms.picture import drawn_bins
 

@@ -41,7 +41,7 @@ class MinimalPairs:
         """Return a pandas data frame with one row per pair; requires the extra `frames`.
 
         Raises:
-            ParameterError: pandas is not installed.
+            MissingPackageError: pandas is not installed.
         """
         from logprobe.records.forms.frames import frame_of
 

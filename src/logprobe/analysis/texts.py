@@ -162,7 +162,8 @@ class ScoredText:
         """Return `rows` as a pandas data frame with NaN for missing numbers; requires the extra `frames`.
 
         Raises:
-            ParameterError: `by` is not a known unit, or pandas is not installed.
+            MissingPackageError: pandas is not installed.
+            ParameterError: `by` is not a known unit.
         """
         from logprobe.records.forms.frames import frame_of
 

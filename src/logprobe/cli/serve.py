@@ -184,11 +184,8 @@ def _further(settings: ServerSettings, tables: Mapping[str, dict[str, Any]]) -> 
     """Return the further models from --also-model and from the tables in the configuration file."""
     named = dict(setting.split("=", 1) for setting in settings.also_model)
     require(len(named) == len(settings.also_model), "also_model", "a name is used twice; choose another")
-    require(
-        not named.keys() & tables.keys(),
-        "also_model",
-        "a name is also a table of the --config file; choose another",
-    )
+    twice = ", ".join(sorted(named.keys() & tables.keys()))
+    require(not twice, "also_model", f"{twice} is also a table of the --config file; choose another name")
     chosen: dict[str, dict[str, Any]] = {name: {"model_option": model} for name, model in named.items()}
     return {name: _further_model(name, values, settings) for name, values in {**chosen, **tables}.items()}
 

@@ -21,7 +21,14 @@ from logprobe.analysis.datasets.rows import Question  # noqa: TC001 - msgspec re
 from logprobe.analysis.datasets.run import RowScorer, ScoredBatch, question_batches
 from logprobe.analysis.datasets.settings import RaySettings
 from logprobe.analysis.io.sources import STDIN, BadRow
-from logprobe.errors import EngineError, InputError, LogprobeError, ParameterError, require
+from logprobe.errors import (
+    EngineError,
+    InputError,
+    LogprobeError,
+    MissingPackageError,
+    ParameterError,
+    require,
+)
 from logprobe.transport.codec import Codec
 
 try:
@@ -30,7 +37,7 @@ try:
     from ray.exceptions import RayError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 except ImportError as missing:
-    raise ImportError("logprobe.integrations.ray needs Ray; pip install 'logprobe[ray]'") from missing
+    raise MissingPackageError("logprobe.integrations.ray needs Ray; pip install 'logprobe[ray]'") from missing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

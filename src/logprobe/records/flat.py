@@ -340,11 +340,11 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         return frames.table(self.copy().rows, self.table)
 
     def to_pandas(self) -> Any:
-        """Return `to_arrow` as a pandas data frame; raises `ParameterError` if pandas is not installed."""
+        """Return `to_arrow` as a pandas data frame; raises `MissingPackageError` if there is no pandas."""
         return frames.to_pandas(self.copy().rows, self.table)
 
     def to_polars(self) -> Any:
-        """Return `to_arrow` as a polars data frame; raises `ParameterError` if polars is not installed."""
+        """Return `to_arrow` as a polars data frame; raises `MissingPackageError` if there is no polars."""
         return frames.to_polars(self.copy().rows, self.table)
 
     def to_dict(self) -> dict[str, Any]:
@@ -359,7 +359,8 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         """Plot surprisals and calibration; needs matplotlib (`pip install 'logprobe[plot]'`).
 
         Raises:
-            ParameterError: matplotlib is not installed, or the record has no tokens.
+            MissingPackageError: matplotlib is not installed.
+            ParameterError: the record has no tokens.
         """
         return picture.draw_record(self.copy().rows, self.table)
 

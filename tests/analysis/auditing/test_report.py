@@ -20,8 +20,7 @@ from logprobe.analysis.auditing.report import (
     StoredPrompt,
     StoredRow,
 )
-from logprobe.errors import InputError, ParameterError
-from refusals import raises
+from logprobe.errors import InputError, MissingPackageError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -75,7 +74,7 @@ def test_the_verdict_is_written_first() -> None:
 
 def test_a_plot_needs_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with raises(ParameterError, parameter="plot"):
+    with pytest.raises(MissingPackageError, match="matplotlib"):
         REPORT.plot(tmp_path / "numbers.png")
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from logprobe import SamplingParams
-from logprobe.errors import ParameterError
+from logprobe.errors import MissingPackageError
 from logprobe.records import FlatLogprobs, Logprob, LogprobsInfo
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def test_a_library_that_is_missing_is_named(
     record: FlatLogprobs, monkeypatch: pytest.MonkeyPatch, library: str
 ) -> None:
     monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(ParameterError, match=rf"to_{library}: needs {library}: pip install"):
+    with pytest.raises(MissingPackageError, match=rf"{library} is not installed; pip install"):
         getattr(record, f"to_{library}")()
 
 

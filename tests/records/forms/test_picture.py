@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from logprobe import SamplingParams
-from logprobe.errors import ParameterError
+from logprobe.errors import MissingPackageError, ParameterError
 from logprobe.records import FlatLogprobs, Logprob
 from logprobe.records.forms.picture import MAX_LINES, TOKENS_A_LINE, Picture
 
@@ -67,5 +67,5 @@ def test_nothing_to_draw_and_no_library_are_told(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ParameterError, match="record: has no tokens"):
         FlatLogprobs([None]).plot()
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ParameterError, match=r"plot: needs matplotlib: pip install 'logprobe\[plot\]'"):
+    with pytest.raises(MissingPackageError, match=r"plots need matplotlib; pip install 'logprobe\[plot\]'"):
         plain(1).plot()

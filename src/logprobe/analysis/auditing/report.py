@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 import msgspec
 import numpy as np
 
-from logprobe.errors import InputError, ParameterError
+from logprobe.errors import InputError
 from logprobe.records.forms.versions import check_version
 
 if TYPE_CHECKING:
@@ -250,14 +250,11 @@ class AuditReport:
         Requires the extra `plot`.
 
         Raises:
-            ParameterError: matplotlib is not installed.
+            MissingPackageError: matplotlib is not installed.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ParameterError("plot", "needs matplotlib; pip install 'logprobe[plot]'") from error
+        from logprobe.records.forms.picture import new_figure
 
-        figure = Figure(figsize=(9, 4), layout="constrained")
+        figure = new_figure(figsize=(9, 4), layout="constrained")
         left, right = figure.subplots(1, 2)
         for where in ("prompt", "completion"):
             numbers = np.array(

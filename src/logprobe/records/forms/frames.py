@@ -9,7 +9,7 @@ import json
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
-from logprobe.errors import ParameterError
+from logprobe.errors import MissingPackageError
 from logprobe.records.forms.finite import IMPOSSIBLE, finite_fields
 from logprobe.records.rows import EXTRAS
 
@@ -100,8 +100,8 @@ def to_json(rows: Rows, tokens: TokenTable | None) -> str:
     )
 
 
-def _missing(library: str) -> ParameterError:
-    return ParameterError(f"to_{library}", f"needs {library}: pip install 'logprobe[frames]'")
+def _missing(library: str) -> MissingPackageError:
+    return MissingPackageError(f"{library} is not installed; pip install 'logprobe[frames]'")
 
 
 def _holds_something(column: pa.Array) -> bool:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from logprobe.errors import ParameterError
+from logprobe.errors import MissingPackageError, ParameterError
 from logprobe.records.forms.html import SHADES, shade_of
 from logprobe.records.store.entries import texts_of
 
@@ -54,7 +54,8 @@ def draw_record(rows: Rows, table: TokenTable | None) -> Picture:
     """Plot shaded tokens, surprisal by position and, if all positions have alternatives, calibration.
 
     Raises:
-        ParameterError: matplotlib is not installed, or no position has a token.
+        MissingPackageError: matplotlib is not installed.
+        ParameterError: no position has a token.
     """
     chosen = rows.chosen_entries(0, rows.num_rows)
     if not len(chosen.token_ids):
@@ -63,7 +64,7 @@ def draw_record(rows: Rows, table: TokenTable | None) -> Picture:
     sure = _confidence(rows, positions, chosen.token_ids)
     num_lines = min(-(-len(positions) // TOKENS_A_LINE), MAX_LINES)
     heights = [0.4 * num_lines + 0.4, 2.6]
-    figure = _new_figure(figsize=(10, sum(heights)), layout="constrained")
+    figure = new_figure(figsize=(10, sum(heights)), layout="constrained")
     strip, below = figure.subfigures(2, 1, height_ratios=heights)
     labels = _labels(rows, positions[: TOKENS_A_LINE * MAX_LINES], table)
     _draw_strip(strip.subplots(), labels, chosen.logprobs)
@@ -167,9 +168,9 @@ def drawn_bins(counts: Array, confidence: Array, accuracy: Array) -> Picture:
     """Plot accuracy against confidence, arrays of shape (num_bins,); empty bins are left out.
 
     Raises:
-        ParameterError: matplotlib is not installed.
+        MissingPackageError: matplotlib is not installed.
     """
-    figure, used = _new_figure(figsize=(4, 4), layout="constrained"), counts > 0
+    figure, used = new_figure(figsize=(4, 4), layout="constrained"), counts > 0
     axes = figure.subplots()
     _draw_bins(axes, counts[used], confidence[used], accuracy[used])
     axes.set(xlabel="confidence", ylabel="accuracy")
@@ -188,13 +189,14 @@ def draw_lens(
         table: texts of tokens.
 
     Raises:
-        ParameterError: matplotlib is not installed, or a position has no most likely token.
+        MissingPackageError: matplotlib is not installed.
+        ParameterError: a position has no most likely token.
     """
     num_columns = min(len(token_ids), MAX_COLUMNS)
     if any((np.diff(top.offsets) == 0).any() for top in tops):
         raise ParameterError("logprobs", "must be 1 or more for a plot")
     shares = np.array([np.exp(top.logprobs[top.offsets[:-1]][:num_columns].astype(float)) for top in tops])
-    figure = _new_figure(figsize=(1.6 + 0.8 * num_columns, 1.2 + 0.32 * len(layers)), layout="constrained")
+    figure = new_figure(figsize=(1.6 + 0.8 * num_columns, 1.2 + 0.32 * len(layers)), layout="constrained")
     axes = figure.subplots()
     image = axes.imshow(shares, vmin=0, vmax=1, cmap="Blues", aspect="auto", origin="lower")
     for row, top in enumerate(tops):
@@ -236,9 +238,14 @@ def _draw_bins(axes: Any, counts: Array, sure: Array, hits: Array) -> None:
     axes.set(xlim=(0, 1), ylim=(-0.05, 1.05))
 
 
-def _new_figure(**layout: Any) -> Any:
+def new_figure(**layout: Any) -> Any:
+    """Return a new matplotlib figure.
+
+    Raises:
+        MissingPackageError: matplotlib is not installed.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ParameterError("plot", "needs matplotlib: pip install 'logprobe[plot]'") from error
+        raise MissingPackageError("plots need matplotlib; pip install 'logprobe[plot]'") from error
     return Figure(**layout)

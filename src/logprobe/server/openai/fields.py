@@ -146,9 +146,8 @@ def _response_format(text: dict[str, Any] | None) -> dict[str, Any] | None:
     form = (text or {}).get("format")
     unknown = (text or {}).keys() - {"format", "verbosity"}
     if unknown or (text or {}).get("verbosity") not in {None, "medium"}:
-        raise bad_request(
-            "text", "supports only format; leave the other fields out", code="unsupported_parameter"
-        )
+        what = "supports only format and a verbosity of medium; leave the other fields out"
+        raise bad_request("text", what, code="unsupported_parameter")
     if form is None or form in PLAIN_TEXT:
         return None
     if not isinstance(form, dict):
