@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 TEXTS = {
     "prose": (ROOT / "examples/lighthouse.txt").read_text("utf-8"),
-    "code": (ROOT / "src/logprobe/llm.py").read_text("utf-8"),
+    "code": (ROOT / "benchmarks/harness.py").read_text("utf-8"),
     "chinese": "你好，世界。天地玄黄" * 500,
     "emoji": "🌊👩‍👩‍👧" * 500,
     "one letter": "x" * 8000,
