@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +55,34 @@ def test_each_prompt_may_have_its_own_parameters(tiny_llm: LLM) -> None:
     asked = [SamplingParams(max_tokens=count, ignore_eos=True) for count in (1, 4)]
     outputs = tiny_llm.generate(["a", "b"], asked)
     assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 4]
+
+
+def test_results_are_compared_by_their_numbers(tiny_llm: LLM) -> None:
+    def results() -> list[Any]:
+        params = SamplingParams(max_tokens=2, logprobs=1, seed=1, return_hidden_states=[-1])
+        labelled = tiny_llm.classify(["the cat", "a dog"], [" and", " of"])
+        return [
+            *labelled,
+            *tiny_llm.surprisal(["the cat", "a dog"]),
+            tiny_llm.minimal_pairs([("the cat", "cat the"), ("a dog", "dog a")]),
+            tiny_llm.generate("the cat", params)[0].outputs[0],
+        ]
+
+    one, other = results(), results()
+    assert one == other
+    assert one[0] != one[1]
+    assert one[2] not in (other[3], other[5])
+
+
+def test_a_copied_output_keeps_the_texts_of_its_tokens(tiny_llm: LLM) -> None:
+    output = tiny_llm.generate("the cat", SamplingParams(max_tokens=2, logprobs=1))[0].outputs[0]
+    assert output.logprobs is not None
+    text = output.logprobs.chosen(0)[1].decoded_token
+    assert text is not None
+    for record in (copy.copy(output.logprobs), copy.deepcopy(output).logprobs):
+        assert record == output.logprobs
+        assert record.chosen(0)[1].decoded_token == text
+        assert record.info == output.logprobs.info
 
 
 def test_no_prompts_give_no_outputs(tiny_llm: LLM) -> None:

@@ -133,6 +133,7 @@ def kinds_of(value: Any) -> Any:
         ("stop_token_ids", {np.uint8(3)}, (3,)),
         ("allowed_token_ids", np.array([[4]])[0], (4,)),
         ("bad_words", {np.str_("cat")}, ("cat",)),
+        ("bad_words", "cat", ("cat",)),
         ("logprobs_mode", Word.BOTH, "both"),
         ("lora", np.str_("a"), "a"),
         (

@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from logprobe.records.values import EqualByValue
+
 if TYPE_CHECKING:
     from logprobe.text.boundary import Boundary
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
-class Confidence:
+@dataclass(frozen=True, slots=True, eq=False)
+class Confidence(EqualByValue):
     """Fitted probabilities of the labels of one answer."""
 
     labels: tuple[str, ...]
@@ -41,8 +43,8 @@ class Confidence:
         return f"<Confidence: {self.label!r} {self.probability:.3f}, set {list(self.label_set)}>"
 
 
-@dataclass(frozen=True, slots=True)
-class Classification:
+@dataclass(frozen=True, slots=True, eq=False)
+class Classification(EqualByValue):
     """Probabilities of L labels after one prompt."""
 
     labels: tuple[str, ...]

@@ -10,6 +10,7 @@ import numpy as np
 from logprobe.analysis.statistics import Mean
 from logprobe.analysis.texts import surprisal
 from logprobe.errors import ParameterError, require
+from logprobe.records.values import EqualByValue
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 PAIRS_A_CALL = 512  # pairs whose tokens are held at once
 
 
-@dataclass(frozen=True, kw_only=True)
-class MinimalPairs:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MinimalPairs(EqualByValue):
     """Results for minimal pairs; a pair is right if the good text has a higher logprob than the bad text."""
 
     accuracy: Mean  # share of pairs that are right, with the standard error

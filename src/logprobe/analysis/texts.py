@@ -23,6 +23,7 @@ from logprobe.analysis.score import whole_rows
 from logprobe.analysis.scorer import prefix_of
 from logprobe.analysis.windows import WindowSettings
 from logprobe.errors import ParameterError, require
+from logprobe.records.values import EqualByValue
 from logprobe.text.windows import Window, windows
 
 if TYPE_CHECKING:
@@ -88,8 +89,8 @@ class Unit:
         return 0 < self.num_scored == self.end_token - self.first_token
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScoredText:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ScoredText(EqualByValue):
     """A text with its scored tokens; indexing by characters, words, sentences or tokens gives a `Unit`.
 
     All positions refer to the text as given, even if the tokenizer rewrites it (NFC, lower case, spaces

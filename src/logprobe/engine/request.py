@@ -13,7 +13,7 @@ from logprobe import runtime
 from logprobe.errors import ParameterError, PromptTooLongError, require
 from logprobe.records.fields import Field, fields_of
 from logprobe.records.forms.html import shaded
-from logprobe.records.values import IdLists
+from logprobe.records.values import EqualByValue, IdLists
 from logprobe.sampling.params import SamplingParams, extras_of
 from logprobe.transport.messages import Request
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 SHOWN_CHARS = 36  # maximum length of a text in a `repr`
 
 
-@dataclass(slots=True, kw_only=True, repr=False)
-class CompletionOutput:
+@dataclass(slots=True, kw_only=True, repr=False, eq=False)
+class CompletionOutput(EqualByValue):
     """One completion of a prompt; its fields grow during generation and are final once it has finished.
 
     `logprobs` has raw log-probabilities, or processed ones with `logprobs_mode="processed_logprobs"`.
@@ -96,8 +96,8 @@ CompletionPiece: TypeAlias = "Piece[CompletionOutput]"
 """What has been added to a growing completion: new tokens and their text."""
 
 
-@dataclass(slots=True, kw_only=True, repr=False)
-class RequestOutput:
+@dataclass(slots=True, kw_only=True, repr=False, eq=False)
+class RequestOutput(EqualByValue):
     """The output of one request; if it failed, `error` is set, and the other fields are incomplete."""
 
     request_id: str

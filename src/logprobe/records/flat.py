@@ -297,6 +297,11 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         """Return an independent record with the same rows; stored arrays are shared, not copied."""
         return self[:]
 
+    __copy__ = copy
+
+    def __deepcopy__(self, memo: object) -> FlatLogprobs:
+        return self.copy()
+
     def with_table(self, table: TokenTable | None) -> FlatLogprobs:
         """Return a record with the same rows whose token texts come from `table`."""
         return FlatLogprobs.of(self.copy().rows, table)

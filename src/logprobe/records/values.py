@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
@@ -27,6 +27,29 @@ class TokenTable(Protocol):
     def token_bytes(self, token_id: int) -> bytes:
         """Return the exact bytes of one token."""
         ...
+
+
+class EqualByValue:
+    """Base of dataclasses with arrays: instances are equal if all fields are, with NaN equal to NaN.
+
+    The dataclass is declared with `eq=False`, because `==` of arrays is not one truth value.
+    """
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        names = [one.name for one in fields(self)]  # type: ignore[arg-type]  # each subclass is a dataclass
+        return all(_are_equal(getattr(self, name), getattr(other, name)) for name in names)
+
+    __hash__ = None  # type: ignore[assignment]  # arrays are not hashable
+
+
+def _are_equal(one: object, other: object) -> bool:
+    if not isinstance(one, np.ndarray) or not isinstance(other, np.ndarray):
+        return bool(one == other)
+    return np.array_equal(one, other, equal_nan=one.dtype.kind == "f")
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

@@ -184,7 +184,8 @@ class SamplingParams:
         normal["logprob_token_ids"] = named_ids("logprob_token_ids", self.logprob_token_ids)
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         normal["stop"] = _texts("stop", () if stop is None else stop)
-        words = _items("bad_words", () if self.bad_words is None else self.bad_words, "texts")
+        banned = (self.bad_words,) if isinstance(self.bad_words, str) else self.bad_words
+        words = _items("bad_words", () if banned is None else banned, "texts")
         normal["bad_words"] = tuple(_unicode("bad_words", plain(word)) for word in words)
         for name in (*FLAGS, "logprobs_mode", "lora", "response_format", "logits_processors_args"):
             value = getattr(self, name)
