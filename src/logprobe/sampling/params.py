@@ -74,7 +74,8 @@ class SamplingParams:
         include_stop_str_in_output: truncate the text after the stop string instead of before it.
         stop_token_ids: token ids that end the text.
         ignore_eos: continue after the model's end-of-sequence token.
-        seed: any integer; the same seed, prompt and parameters give the same tokens, whatever else runs.
+        seed: any integer (with an engine process, of at most 64 bits); the same seed, prompt and parameters
+            give the same tokens, whatever else runs.
         temperature: 0 picks the most likely token; otherwise logits are divided by it.
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
         top_p: keep the smallest set of most likely tokens with at least this total probability (nucleus
