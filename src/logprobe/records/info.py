@@ -73,19 +73,19 @@ class LogprobsInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         return values
 
 
-def check_same_info(parameter: str, name: str, info: LogprobsInfo | None, first: LogprobsInfo | None) -> None:
-    """Check that `name` has the same `info` as the first of the records that are written to a file.
+def check_same_info(parameter: str, name: str, info: LogprobsInfo | None, file: LogprobsInfo | None) -> None:
+    """Check that `name` has the `info` of the file that it is written to, which is that of the first record.
 
     Raises:
         ParameterError: it differs; the message names the fields.
     """
-    if info == first:
+    if info == file:
         return
-    old, new = ({} if known is None else known.to_dict() for known in (first, info))
+    old, new = ({} if known is None else known.to_dict() for known in (file, info))
     fields = [field for field in LogprobsInfo.__struct_fields__ if old.get(field) != new.get(field)]
     differences = ", ".join(f"{field} {new.get(field)!r:.60}, not {old.get(field)!r:.60}" for field in fields)
     raise ParameterError(
-        parameter, f"{name} differs from the first in info ({differences}); write one file per info"
+        parameter, f"{name} differs from the file in info ({differences}); write one file per info"
     )
 
 

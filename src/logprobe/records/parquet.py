@@ -12,6 +12,7 @@ from logprobe.records.flat import FlatLogprobs
 from logprobe.records.forms.arrow import batch_of, required_fields, rows_of, schema
 from logprobe.records.forms.arrow_validity import as_input_error, check_counts, check_names
 from logprobe.records.forms.versions import check_parquet
+from logprobe.records.info import check_same_info
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -59,10 +60,12 @@ def from_arrow(batch: pa.RecordBatch | pa.Table) -> FlatLogprobs:
 def write_parquet(path: str | Path, records: Mapping[str, FlatLogprobs]) -> None:
     """Write a map from request id to record to a zstd-compressed Parquet file.
 
-    The file's metadata holds the `info` of the first record.
+    The file's metadata holds the `info` of the records.
+
+    Raises:
+        ParameterError: the records differ in `info`.
     """
-    info = next((record.info for record in records.values()), None)
-    with ParquetWriter(path, info) as writer:
+    with ParquetWriter(path) as writer:
         for request_id, record in records.items():
             writer.write(request_id, record)
 
@@ -103,11 +106,21 @@ def iter_parquet(path: str | Path) -> Iterator[tuple[str, FlatLogprobs]]:
 
 
 class ParquetWriter:
-    """Writes records to a zstd-compressed Parquet file, buffering at most about one row group."""
+    """Writes records to a zstd-compressed Parquet file, buffering at most about one row group.
+
+    Args:
+        path: the file.
+        info: metadata for the file. Every record must have the same, or none. None: the metadata of the first
+            record, which every other record must have too.
+    """
 
     def __init__(self, path: str | Path, info: LogprobsInfo | None = None) -> None:
-        self._schema = schema(info)
-        self._file = pq.ParquetWriter(path, self._schema, compression="zstd")
+        self._info = info
+        self._is_info_given = info is not None
+        self._num_records = 0
+        self._sink = pa.OSFile(str(path), "wb")
+        # Opened at the first flush: pyarrow needs the metadata, which may come from the first record.
+        self._file: pq.ParquetWriter | None = None
         self._waiting: list[pa.RecordBatch] = []
         self._num_waiting = 0
 
@@ -125,24 +138,35 @@ class ParquetWriter:
         token too.
 
         Raises:
-            ParameterError: `byte_offsets` or `token_ids` has the wrong length, or the ids differ from the
-                record's.
+            ParameterError: `byte_offsets` or `token_ids` has the wrong length, the ids differ from the
+                record's, or the record's `info` differs from the file's.
         """
         batch = to_arrow(record, request_id, byte_offsets=byte_offsets, token_ids=token_ids)
-        self._waiting.append(batch.replace_schema_metadata(self._schema.metadata))
+        if not self._num_records and not self._is_info_given:
+            self._info = record.info
+        if record.info is not None or not self._is_info_given:
+            check_same_info("record", f"the record of {request_id!r}", record.info, self._info)
+        self._num_records += 1
+        self._waiting.append(batch)
         self._num_waiting += len(batch)
         if self._num_waiting >= ROWS_A_GROUP:
             self._flush()
 
     def close(self) -> None:
         """Write buffered rows and the file's footer."""
-        self._flush()
-        self._file.close()
+        self._flush().close()
+        self._sink.close()
 
-    def _flush(self) -> None:
+    def _flush(self) -> pq.ParquetWriter:
+        """Write buffered rows and return the open file."""
+        whole = schema(self._info)
+        if self._file is None:
+            self._file = pq.ParquetWriter(self._sink, whole, compression="zstd")
         if self._num_waiting:
-            self._file.write_table(pa.Table.from_batches(self._waiting, self._schema))
+            batches = [batch.replace_schema_metadata(whole.metadata) for batch in self._waiting]
+            self._file.write_table(pa.Table.from_batches(batches, whole))
         self._waiting, self._num_waiting = [], 0
+        return self._file
 
     def __enter__(self) -> Self:
         return self

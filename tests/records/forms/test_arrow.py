@@ -127,7 +127,7 @@ def test_a_token_that_nothing_predicts_stands_in_the_file_where_it_is_given(
     assert batch.column("token_id").to_pylist() == ids
     assert batch.column("logprob")[0].as_py() is None
     assert_same(from_arrow(batch), record)
-    with ParquetWriter(tmp_path / "t.parquet", record.info) as writer:
+    with ParquetWriter(tmp_path / "t.parquet") as writer:
         writer.write("r", record, token_ids=np.array(ids, np.int32))
     assert pq.read_table(tmp_path / "t.parquet")["token_id"].to_pylist() == ids
     assert_same(read_parquet(tmp_path / "t.parquet")["r"], record)
@@ -145,6 +145,35 @@ def test_a_file_gives_every_record_back(step: Any, tmp_path: Path) -> None:
         assert_same(back[kind], record)
     meta = pq.read_metadata(tmp_path / "a.parquet")
     assert meta.row_group(0).column(0).compression == "ZSTD"
+
+
+def record_of(info: LogprobsInfo | None) -> FlatLogprobs:
+    return FlatLogprobs([{1: Logprob(-1.0, 1)}], info=info)
+
+
+RAW = LogprobsInfo(model="m")
+
+
+@pytest.mark.parametrize("infos", [(INFO, RAW), (INFO, None), (None, INFO)])
+def test_records_of_other_metadata_are_refused(
+    infos: tuple[LogprobsInfo | None, LogprobsInfo | None], tmp_path: Path
+) -> None:
+    records = {"a": record_of(infos[0]), "b": record_of(infos[0]), "c": record_of(infos[1])}
+    with pytest.raises(ParameterError, match=r"'c' differs .* in info .*stages.*; write one file") as caught:
+        write_parquet(tmp_path / "a.parquet", records)
+    assert caught.value.parameter == "record"
+
+
+def test_the_metadata_of_a_file_may_be_given_for_records_without_any(tmp_path: Path) -> None:
+    with ParquetWriter(tmp_path / "a.parquet", INFO) as writer:
+        writer.write("a", record_of(None))
+        writer.write("b", record_of(INFO))
+        with pytest.raises(ParameterError, match="info"):
+            writer.write("c", record_of(RAW))
+    assert [record.info for record in read_parquet(tmp_path / "a.parquet").values()] == [INFO, INFO]
+    with ParquetWriter(tmp_path / "b.parquet", INFO):
+        pass
+    assert LogprobsInfo.from_json(pq.read_schema(tmp_path / "b.parquet").metadata[b"logprobe.info"]) == INFO
 
 
 def test_duckdb_and_polars_open_the_file_with_no_help(step: Any, tmp_path: Path) -> None:
