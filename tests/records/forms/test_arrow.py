@@ -224,11 +224,46 @@ def test_a_table_without_the_columns_is_refused() -> None:
 
 def test_one_request_in_two_places_is_refused(step: Any, tmp_path: Path) -> None:
     record = every_kind(step)["narrow"]
-    with ParquetWriter(tmp_path / "a.parquet") as writer:
-        for request_id in ("a", "b", "a"):
-            writer.write(request_id, record)
+    batches = [to_arrow(record, request_id) for request_id in ("a", "b", "a")]
+    pq.write_table(pa.Table.from_batches(batches), tmp_path / "a.parquet")
     with pytest.raises(InputError, match="'a' are not contiguous"):
         read_parquet(tmp_path / "a.parquet")
+
+
+@pytest.mark.parametrize("request_id", ["a", "b", 5, None])
+def test_a_request_id_must_be_a_new_string(request_id: Any, tmp_path: Path) -> None:
+    with ParquetWriter(tmp_path / "a.parquet") as writer:
+        writer.write("a", record_of(INFO))
+        writer.write("b", record_of(INFO))
+        with pytest.raises(ParameterError) as caught:
+            writer.write(request_id, record_of(INFO))
+    assert caught.value.parameter == "request_id"
+    assert {name: len(record) for name, record in read_parquet(tmp_path / "a.parquet").items()} == {
+        "a": 1,
+        "b": 1,
+    }
+
+
+def test_nothing_is_written_after_the_end(tmp_path: Path) -> None:
+    writer = ParquetWriter(tmp_path / "a.parquet")
+    writer.write("a", record_of(INFO))
+    writer.close()
+    writer.close()
+    with pytest.raises(ParameterError, match=r"'b' is written after close\(\)") as caught:
+        writer.write("b", record_of(INFO))
+    assert caught.value.parameter == "request_id"
+    assert list(read_parquet(tmp_path / "a.parquet")) == ["a"]
+
+
+@pytest.mark.parametrize(
+    "records",
+    [record_of(INFO), [record_of(INFO)], {"a": None}, {"a": [None]}, {"a": record_of(INFO), "b": 5}],
+)
+def test_only_a_map_of_records_is_written(records: Any, tmp_path: Path) -> None:
+    with pytest.raises(ParameterError) as caught:
+        write_parquet(tmp_path / "a.parquet", records)
+    assert caught.value.parameter == "records"
+    assert not (tmp_path / "a.parquet").exists()
 
 
 def test_offsets_of_another_length_are_refused(step: Any) -> None:
