@@ -107,7 +107,8 @@ def test_raw_numbers_and_those_of_a_temperature_are_told_apart(
     tiny_llm: LLM, tmp_path: Path, mode: str, asked: dict[str, Any], distribution: str, words: str | None
 ) -> None:
     drawn(tiny_llm, tmp_path / "r.parquet", mode=mode, **DRAWN | asked)
-    report = compare_rollouts(tmp_path / "r.parquet", tiny_llm, **asked)
+    report = compare_rollouts(tmp_path / "r.parquet", tiny_llm)
+    assert report.shaping.temperature == asked.get("temperature", 1)
     assert report.distribution == distribution
     assert (report.correction is None) == (words is None)
     assert words is None or words in str(report.correction)
@@ -311,6 +312,33 @@ def test_what_cannot_be_compared_is_refused(tiny_llm: LLM, trainer: Any, tmp_pat
         write_rollouts(tmp_path / "w.parquet", outputs)
     with pytest.raises(ParameterError, match="have no completions"):
         write_rollouts(tmp_path / "w.parquet", [])
+    with pytest.raises(ParameterError, match="outputs: must be a list"):
+        write_rollouts(tmp_path / "w.parquet", outputs[0])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+@pytest.mark.parametrize("changed", [{"temperature": 1.5}, {"top_p": 0.5}, {"presence_penalty": 1.0}])
+def test_outputs_of_other_sampling_parameters_are_refused(
+    tiny_llm: LLM, tmp_path: Path, mode: str, changed: dict[str, float]
+) -> None:
+    one, other = (
+        drawn(tiny_llm, tmp_path / "r.parquet", mode=mode, **DRAWN | {"temperature": 0.5} | params)
+        for params in ({}, changed)
+    )
+    with pytest.raises(ParameterError, match=f"info .{next(iter(changed))}") as caught:
+        write_rollouts(tmp_path / "r.parquet", [*one, *other])
+    assert caught.value.parameter == "outputs"
+
+
+def test_a_failed_output_is_refused_by_its_error(tiny_llm: LLM, tmp_path: Path) -> None:
+    params = SamplingParams(**DRAWN, logprobs=0)
+    outputs = tiny_llm.generate([PROMPTS[0], [10**6]], params, on_error="return")
+    error = outputs[1].error
+    assert error is not None
+    with pytest.raises(ParameterError) as caught:
+        write_rollouts(tmp_path / "r.parquet", outputs)
+    assert caught.value.parameter == "outputs"
+    assert f"number 1 failed: {error}" in str(caught.value)
 
 
 def rollout(logprobs: list[float], mass: list[float] | None = None, **others: Any) -> Rollout:

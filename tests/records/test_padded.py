@@ -10,7 +10,7 @@ import torch
 
 from logprobe import LLM, SamplingParams
 from logprobe.errors import ParameterError
-from logprobe.records import FlatLogprobs, to_padded
+from logprobe.records import FlatLogprobs, Logprob, to_padded
 
 if TYPE_CHECKING:
     from logprobe.records import PaddedLogprobs
@@ -59,6 +59,9 @@ def test_what_has_no_shape_is_refused(
     with pytest.raises(ParameterError) as caught:
         to_padded(records, **options)
     assert caught.value.parameter == parameter
+    for one in (FlatLogprobs([None, {1: Logprob(-1.0, 1)}]), FlatLogprobs([{1: Logprob(-1.0, 1)}])):
+        with pytest.raises(ParameterError, match="records: must be a list of records"):
+            to_padded(one)  # type: ignore[arg-type]
     with pytest.raises(ParameterError, match="record 0 has a position without entries"):
         to_padded([FlatLogprobs([None])])
 

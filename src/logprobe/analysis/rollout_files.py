@@ -6,10 +6,12 @@ records (one row per token) can be read too, but contain no prompts.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
 import numpy as np
 
 from logprobe._arrow import pa, pq
@@ -18,11 +20,12 @@ from logprobe.analysis.io.tables import INFO_KEY, parquet_rows, parquet_writer
 from logprobe.errors import InputError, ParameterError, require
 from logprobe.records.forms.arrow_validity import as_input_error
 from logprobe.records.forms.versions import check_parquet, parquet_metadata
-from logprobe.records.info import LogprobsInfo
+from logprobe.records.info import LogprobsInfo, check_same_info
 from logprobe.records.parquet import iter_parquet
+from logprobe.sampling.params import distribution_fields
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -115,12 +118,13 @@ def write_rollouts(path: str | Path, outputs: Iterable[Any]) -> None:
     """Write the completions of `LLM.generate` outputs to a Parquet file, one row each, zstd-compressed.
 
     Processed logprobs (those of the sampling distribution) are written if the outputs have them, otherwise
-    raw logprobs; the `LogprobsInfo` in the file's metadata says which.
+    raw logprobs; the `LogprobsInfo` in the file's metadata says which, and has the sampling parameters.
 
     Raises:
-        ParameterError: there are no completions, a completion has no logprobs, or settings differ between
-            completions.
+        ParameterError: there are no completions, an output failed, a completion has no logprobs, or settings
+            differ between completions.
     """
+    require(isinstance(outputs, Iterable), "outputs", "must be a list of outputs; pass [output] for one")
     rows = _rows(outputs)
     first = next(rows, None)
     if first is None:
@@ -129,7 +133,7 @@ def write_rollouts(path: str | Path, outputs: Iterable[Any]) -> None:
     with parquet_writer(path, _SCHEMA, None if info is None else info.to_json().encode()) as write:
         waiting, num_bytes = [], 0
         for other, row in chain([first], rows):
-            require(other == info, "outputs", "have different settings; write one file per setting")
+            check_same_info("outputs", f"completion {row['request_id'][0].as_py()!r}", other, info)
             waiting.append(row)
             num_bytes += row.nbytes
             if num_bytes >= BYTES_A_GROUP:
@@ -141,12 +145,16 @@ def write_rollouts(path: str | Path, outputs: Iterable[Any]) -> None:
 
 def _rows(outputs: Iterable[Any]) -> Iterator[tuple[LogprobsInfo | None, pa.RecordBatch]]:
     """Yield each completion's `LogprobsInfo` and its row for the file."""
-    for output in outputs:
+    for index, output in enumerate(outputs):
+        fields = {} if output.params is None else distribution_fields(output.params)
         for number, completion in enumerate(output.outputs):
+            error = completion.error
+            require(error is None, "outputs", f"number {index} failed: {error}; leave out failed outputs")
             record = completion.processed_logprobs or completion.logprobs
             require(record is not None, "outputs", "have no logprobs; generate with logprobs=0 or more")
             row = _row(f"{output.request_id}-{number}", output.prompt_token_ids, record)
-            yield record.info, pa.RecordBatch.from_pylist([row], schema=_SCHEMA)
+            info = None if record.info is None else msgspec.structs.replace(record.info, **fields)
+            yield info, pa.RecordBatch.from_pylist([row], schema=_SCHEMA)
 
 
 def _row(name: str, prompt_ids: Sequence[int], record: FlatLogprobs) -> dict[str, Any]:

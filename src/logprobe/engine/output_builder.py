@@ -15,6 +15,7 @@ from logprobe.engine.request import RequestOutput, end_with_error, keep_best
 from logprobe.records import FlatLogprobs
 from logprobe.records.digests import digests_of, split_given
 from logprobe.records.rows import EXTRAS
+from logprobe.sampling.params import distribution_fields
 from logprobe.transport.messages import Failure
 
 if TYPE_CHECKING:
@@ -110,20 +111,8 @@ class Describer:
         self, source: LogprobsInfo, params: SamplingParams, stages: tuple[Stage, ...]
     ) -> LogprobsInfo:
         """Return the info of rows of generated tokens at these stages."""
-        if "processed" not in stages:
-            return self._of(source, params.logprobs, stages=stages)
-        return self._of(
-            source,
-            params.logprobs,
-            stages=stages,
-            temperature=params.temperature,
-            top_k=params.top_k if params.top_k > 0 else None,
-            top_p=params.top_p if params.top_p < 1 else None,
-            min_p=params.min_p if params.min_p > 0 else None,
-            presence_penalty=params.presence_penalty or None,
-            frequency_penalty=params.frequency_penalty or None,
-            repetition_penalty=params.repetition_penalty if params.repetition_penalty != 1 else None,
-        )
+        fields = distribution_fields(params) if "processed" in stages else {}
+        return self._of(source, params.logprobs, stages=stages, **fields)
 
     def _of_request(self, source: LogprobsInfo, request: Request) -> LogprobsInfo | None:
         """Return the info of the whole output.

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from logprobe.errors import InputError
+from logprobe.errors import InputError, ParameterError
 
 Stage = Literal["raw", "processed"]
 
@@ -17,7 +17,8 @@ class LogprobsInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     stages: tuple[Stage, ...] = ("raw",)  # raw: the model's distribution; processed: the one sampled from
     num_logprobs_asked: int | None = None  # k requested; -1 means the full vocabulary
     num_logprobs: int | None = None  # k returned
-    temperature: float | None = None  # this and the next six fields define `processed`
+    # This and the next six fields define `processed`; with raw values, only files of rollouts have them.
+    temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
@@ -70,6 +71,22 @@ class LogprobsInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         """Return all fields as a dict of plain values."""
         values: dict[str, Any] = msgspec.to_builtins(msgspec.structs.asdict(self))
         return values
+
+
+def check_same_info(parameter: str, name: str, info: LogprobsInfo | None, file: LogprobsInfo | None) -> None:
+    """Check that `name` has the `info` of the file that it is written to, which is that of the first record.
+
+    Raises:
+        ParameterError: it differs; the message names the fields.
+    """
+    if info == file:
+        return
+    old, new = ({} if known is None else known.to_dict() for known in (file, info))
+    fields = [field for field in LogprobsInfo.__struct_fields__ if old.get(field) != new.get(field)]
+    differences = ", ".join(f"{field} {new.get(field)!r:.60}, not {old.get(field)!r:.60}" for field in fields)
+    raise ParameterError(
+        parameter, f"{name} differs from the file in info ({differences}); write one file per info"
+    )
 
 
 class _Writer(msgspec.Struct, frozen=True):

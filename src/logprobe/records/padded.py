@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import numpy as np
 
 from logprobe.errors import MissingPackageError, require
+from logprobe.records.flat import FlatLogprobs
 from logprobe.records.rows import EXTRAS
 
 if TYPE_CHECKING:
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
-    from logprobe.records.flat import FlatLogprobs
     from logprobe.records.rows import Column
     from logprobe.records.store.columns import Array
 
@@ -80,8 +80,11 @@ def to_padded(
         pad_token_id: token id of the padding.
 
     Raises:
-        ParameterError: a record is longer than `length`, a position has no entries, or `side` is unknown.
+        ParameterError: `records` is one record, a record is longer than `length`, a position has no entries,
+            or `side` is unknown.
     """
+    is_one = isinstance(records, FlatLogprobs)
+    require(not is_one, "records", "must be a list of records; pass [record] for one")
     require(side in ("right", "left"), "side", f"must be right or left, got {side!r}")
     for number, record in enumerate(records):
         is_whole = bool((np.diff(record.arrays.offsets) > 0).all())

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from logprobe._arrow import pa, pq
-from logprobe.errors import InputError
+from logprobe.errors import InputError, require
 from logprobe.records.flat import FlatLogprobs
 from logprobe.records.forms.arrow import batch_of, required_fields, rows_of, schema
 from logprobe.records.forms.arrow_validity import as_input_error, check_counts, check_names
 from logprobe.records.forms.versions import check_parquet
+from logprobe.records.info import check_same_info
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator
     from types import TracebackType
 
     import numpy.typing as npt
@@ -41,9 +43,13 @@ def to_arrow(
         token_ids: (T,); ids of all tokens, even at positions without a prediction, such as a prompt's first.
 
     Raises:
-        ParameterError: `byte_offsets` or `token_ids` has the wrong length, or the ids differ from the
-            record's.
+        ParameterError: `request_id` is not a string, `byte_offsets` or `token_ids` has the wrong length, or
+            the ids differ from the record's.
     """
+    require(
+        isinstance(request_id, str), "request_id", "must be a string; convert it with str()", got=request_id
+    )
+    _check_record("record", record)
     return batch_of(record.copy().rows, request_id, byte_offsets=byte_offsets, token_ids=token_ids)
 
 
@@ -59,10 +65,16 @@ def from_arrow(batch: pa.RecordBatch | pa.Table) -> FlatLogprobs:
 def write_parquet(path: str | Path, records: Mapping[str, FlatLogprobs]) -> None:
     """Write a map from request id to record to a zstd-compressed Parquet file.
 
-    The file's metadata holds the `info` of the first record.
+    The file's metadata holds the `info` of the records.
+
+    Raises:
+        ParameterError: `records` is not a map of records, or the records differ in `info`.
     """
-    info = next((record.info for record in records.values()), None)
-    with ParquetWriter(path, info) as writer:
+    is_map = isinstance(records, Mapping)
+    require(is_map, "records", "must map request ids to records; write one as {'request-1': record}")
+    for request_id, record in records.items():
+        _check_record("records", record, f"the value of {request_id!r} ")
+    with ParquetWriter(path) as writer:
         for request_id, record in records.items():
             writer.write(request_id, record)
 
@@ -103,11 +115,21 @@ def iter_parquet(path: str | Path) -> Iterator[tuple[str, FlatLogprobs]]:
 
 
 class ParquetWriter:
-    """Writes records to a zstd-compressed Parquet file, buffering at most about one row group."""
+    """Writes records to a zstd-compressed Parquet file, buffering about one row group and the request ids.
+
+    Args:
+        path: the file.
+        info: metadata for the file. Every record must have the same, or none. None: the metadata of the first
+            record, which every other record must have too.
+    """
 
     def __init__(self, path: str | Path, info: LogprobsInfo | None = None) -> None:
-        self._schema = schema(info)
-        self._file = pq.ParquetWriter(path, self._schema, compression="zstd")
+        self._info = info
+        self._is_info_given = info is not None
+        self._request_ids: set[str] = set()
+        self._sink = pa.OSFile(str(path), "wb")
+        # Opened at the first flush: pyarrow needs the metadata, which may come from the first record.
+        self._file: pq.ParquetWriter | None = None
         self._waiting: list[pa.RecordBatch] = []
         self._num_waiting = 0
 
@@ -125,24 +147,43 @@ class ParquetWriter:
         token too.
 
         Raises:
-            ParameterError: `byte_offsets` or `token_ids` has the wrong length, or the ids differ from the
-                record's.
+            ParameterError: `request_id` is not a string or was written before, the file is closed,
+                `byte_offsets` or `token_ids` has the wrong length, the ids differ from the record's, or the
+                record's `info` differs from the file's.
         """
         batch = to_arrow(record, request_id, byte_offsets=byte_offsets, token_ids=token_ids)
-        self._waiting.append(batch.replace_schema_metadata(self._schema.metadata))
+        is_open, is_new = not self._sink.closed, request_id not in self._request_ids
+        require(is_open, "request_id", f"{request_id!r} is written after close(); open another file for it")
+        require(
+            is_new, "request_id", f"{request_id!r} was written before; give every record an id of its own"
+        )
+        if not self._request_ids and not self._is_info_given:
+            self._info = record.info
+        if record.info is not None or not self._is_info_given:
+            check_same_info("record", f"the record of {request_id!r}", record.info, self._info)
+        self._request_ids.add(request_id)
+        self._waiting.append(batch)
         self._num_waiting += len(batch)
         if self._num_waiting >= ROWS_A_GROUP:
             self._flush()
 
     def close(self) -> None:
-        """Write buffered rows and the file's footer."""
-        self._flush()
-        self._file.close()
+        """Write buffered rows and the file's footer; do nothing if the file is closed."""
+        if self._sink.closed:
+            return
+        self._flush().close()
+        self._sink.close()
 
-    def _flush(self) -> None:
+    def _flush(self) -> pq.ParquetWriter:
+        """Write buffered rows and return the open file."""
+        whole = schema(self._info)
+        if self._file is None:
+            self._file = pq.ParquetWriter(self._sink, whole, compression="zstd")
         if self._num_waiting:
-            self._file.write_table(pa.Table.from_batches(self._waiting, self._schema))
+            batches = [batch.replace_schema_metadata(whole.metadata) for batch in self._waiting]
+            self._file.write_table(pa.Table.from_batches(batches, whole))
         self._waiting, self._num_waiting = [], 0
+        return self._file
 
     def __enter__(self) -> Self:
         return self
@@ -151,6 +192,12 @@ class ParquetWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _check_record(parameter: str, record: object, name: str = "") -> None:
+    remedy = "generate with logprobs or prompt_logprobs" if record is None else "pass a FlatLogprobs"
+    is_record = isinstance(record, FlatLogprobs)
+    require(is_record, parameter, f"{name}must be a record, not {type(record).__name__}; {remedy}")
 
 
 def _split(batch: pa.RecordBatch) -> Iterable[tuple[str, pa.RecordBatch]]:

@@ -310,6 +310,19 @@ def extras_of(*params: SamplingParams) -> dict[str, Any]:
     return {name: any(map(attrgetter(name), params)) for name in KERNEL_EXTRAS}
 
 
+def distribution_fields(params: SamplingParams) -> dict[str, Any]:
+    """Return the fields of a `LogprobsInfo` that define the distribution that tokens are sampled from."""
+    return {
+        "temperature": params.temperature,
+        "top_k": params.top_k if params.top_k > 0 else None,
+        "top_p": params.top_p if params.top_p < 1 else None,
+        "min_p": params.min_p if params.min_p > 0 else None,
+        "presence_penalty": params.presence_penalty or None,
+        "frequency_penalty": params.frequency_penalty or None,
+        "repetition_penalty": params.repetition_penalty if params.repetition_penalty != 1 else None,
+    }
+
+
 def nth_seed(seed: int, repeat: int) -> int:
     """Return the seed for a repetition of a request: `seed` itself for `repeat` 0, else a 64-bit hash."""
     if repeat == 0:

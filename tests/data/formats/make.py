@@ -91,8 +91,9 @@ def _unfinished(path: Path) -> None:
 def _rollouts(path: Path) -> None:
     rows = FlatLogprobs(info=INFO)
     rows.append_rows([[30, 10, 20]], [[-2.0, -0.5, -1.5]], [3])
-    completion = SimpleNamespace(processed_logprobs=None, logprobs=rows)
-    write_rollouts(path, [SimpleNamespace(request_id="r", prompt_token_ids=[1, 2], outputs=[completion])])
+    completion = SimpleNamespace(processed_logprobs=None, logprobs=rows, error=None)
+    output = SimpleNamespace(request_id="r", prompt_token_ids=[1, 2], outputs=[completion], params=None)
+    write_rollouts(path, [output])
 
 
 def activations() -> list[Any]:

@@ -127,7 +127,7 @@ def test_a_token_that_nothing_predicts_stands_in_the_file_where_it_is_given(
     assert batch.column("token_id").to_pylist() == ids
     assert batch.column("logprob")[0].as_py() is None
     assert_same(from_arrow(batch), record)
-    with ParquetWriter(tmp_path / "t.parquet", record.info) as writer:
+    with ParquetWriter(tmp_path / "t.parquet") as writer:
         writer.write("r", record, token_ids=np.array(ids, np.int32))
     assert pq.read_table(tmp_path / "t.parquet")["token_id"].to_pylist() == ids
     assert_same(read_parquet(tmp_path / "t.parquet")["r"], record)
@@ -145,6 +145,35 @@ def test_a_file_gives_every_record_back(step: Any, tmp_path: Path) -> None:
         assert_same(back[kind], record)
     meta = pq.read_metadata(tmp_path / "a.parquet")
     assert meta.row_group(0).column(0).compression == "ZSTD"
+
+
+def record_of(info: LogprobsInfo | None) -> FlatLogprobs:
+    return FlatLogprobs([{1: Logprob(-1.0, 1)}], info=info)
+
+
+RAW = LogprobsInfo(model="m")
+
+
+@pytest.mark.parametrize("infos", [(INFO, RAW), (INFO, None), (None, INFO)])
+def test_records_of_other_metadata_are_refused(
+    infos: tuple[LogprobsInfo | None, LogprobsInfo | None], tmp_path: Path
+) -> None:
+    records = {"a": record_of(infos[0]), "b": record_of(infos[0]), "c": record_of(infos[1])}
+    with pytest.raises(ParameterError, match=r"'c' differs .* in info .*stages.*; write one file") as caught:
+        write_parquet(tmp_path / "a.parquet", records)
+    assert caught.value.parameter == "record"
+
+
+def test_the_metadata_of_a_file_may_be_given_for_records_without_any(tmp_path: Path) -> None:
+    with ParquetWriter(tmp_path / "a.parquet", INFO) as writer:
+        writer.write("a", record_of(None))
+        writer.write("b", record_of(INFO))
+        with pytest.raises(ParameterError, match="info"):
+            writer.write("c", record_of(RAW))
+    assert [record.info for record in read_parquet(tmp_path / "a.parquet").values()] == [INFO, INFO]
+    with ParquetWriter(tmp_path / "b.parquet", INFO):
+        pass
+    assert LogprobsInfo.from_json(pq.read_schema(tmp_path / "b.parquet").metadata[b"logprobe.info"]) == INFO
 
 
 def test_duckdb_and_polars_open_the_file_with_no_help(step: Any, tmp_path: Path) -> None:
@@ -195,11 +224,46 @@ def test_a_table_without_the_columns_is_refused() -> None:
 
 def test_one_request_in_two_places_is_refused(step: Any, tmp_path: Path) -> None:
     record = every_kind(step)["narrow"]
-    with ParquetWriter(tmp_path / "a.parquet") as writer:
-        for request_id in ("a", "b", "a"):
-            writer.write(request_id, record)
+    batches = [to_arrow(record, request_id) for request_id in ("a", "b", "a")]
+    pq.write_table(pa.Table.from_batches(batches), tmp_path / "a.parquet")
     with pytest.raises(InputError, match="'a' are not contiguous"):
         read_parquet(tmp_path / "a.parquet")
+
+
+@pytest.mark.parametrize("request_id", ["a", "b", 5, None])
+def test_a_request_id_must_be_a_new_string(request_id: Any, tmp_path: Path) -> None:
+    with ParquetWriter(tmp_path / "a.parquet") as writer:
+        writer.write("a", record_of(INFO))
+        writer.write("b", record_of(INFO))
+        with pytest.raises(ParameterError) as caught:
+            writer.write(request_id, record_of(INFO))
+    assert caught.value.parameter == "request_id"
+    assert {name: len(record) for name, record in read_parquet(tmp_path / "a.parquet").items()} == {
+        "a": 1,
+        "b": 1,
+    }
+
+
+def test_nothing_is_written_after_the_end(tmp_path: Path) -> None:
+    writer = ParquetWriter(tmp_path / "a.parquet")
+    writer.write("a", record_of(INFO))
+    writer.close()
+    writer.close()
+    with pytest.raises(ParameterError, match=r"'b' is written after close\(\)") as caught:
+        writer.write("b", record_of(INFO))
+    assert caught.value.parameter == "request_id"
+    assert list(read_parquet(tmp_path / "a.parquet")) == ["a"]
+
+
+@pytest.mark.parametrize(
+    "records",
+    [record_of(INFO), [record_of(INFO)], {"a": None}, {"a": [None]}, {"a": record_of(INFO), "b": 5}],
+)
+def test_only_a_map_of_records_is_written(records: Any, tmp_path: Path) -> None:
+    with pytest.raises(ParameterError) as caught:
+        write_parquet(tmp_path / "a.parquet", records)
+    assert caught.value.parameter == "records"
+    assert not (tmp_path / "a.parquet").exists()
 
 
 def test_offsets_of_another_length_are_refused(step: Any) -> None:
