@@ -45,6 +45,12 @@ def test_a_model_compared_with_itself_is_zero_everywhere(tiny_llm: LLM) -> None:
     assert figures["bits_per_byte_a"] == figures["bits_per_byte_b"]
 
 
+def test_a_string_is_one_text(tiny_llm: LLM, rough_llm: LLM) -> None:
+    found, expected = (compare(tiny_llm, rough_llm, texts) for texts in (TEXTS[0], TEXTS[:1]))
+    assert found.positions.tolist() == expected.positions.tolist()
+    assert found.logprobs_b.tolist() == expected.logprobs_b.tolist()
+
+
 def test_bfloat16_is_compared_as_a_plain_loop_over_rows_would(tiny_llm: LLM, rough_llm: LLM) -> None:
     found = compare(tiny_llm, rough_llm, TEXTS)
     kl, delta, same = [], [], []

@@ -25,6 +25,7 @@ from logprobe.errors import InputError, require
 from logprobe.records.forms.finite import finite_fields
 from logprobe.sampling import SamplingParams
 from logprobe.text.edge import same_tokens
+from logprobe.text.prompts import each_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -281,13 +282,13 @@ class Comparison:
         figure.savefig(path)
 
 
-def compare(a: Scorer, b: Scorer, texts: Iterable[str], *, bos: bool | None = None) -> Comparison:
+def compare(a: Scorer, b: Scorer, texts: str | Iterable[str], *, bos: bool | None = None) -> Comparison:
     """Score the same texts with two models and compare the results.
 
     Args:
         a: the reference.
         b: the model to compare with `a`; may be `a` itself, or `a.with_lora(name)`.
-        texts: texts that fit the contexts of both models.
+        texts: one or more texts that fit the contexts of both models.
         bos: True puts BOS (EOS if the model has no BOS) before each text, False does not, and None does what
             the tokenizer does.
 
@@ -305,7 +306,7 @@ def compare(a: Scorer, b: Scorer, texts: Iterable[str], *, bos: bool | None = No
                 changes.append(_route_changes(a, b, tokens.token_ids[:-1]))
         comparison = of_tokens(parts)
         return replace(comparison, route_changes=np.concatenate(changes)) if changes else comparison
-    texts = list(texts)
+    texts = list(each_text(texts))
     return _of_words([*zip(surprisal(a, texts, bos=bos), surprisal(b, texts, bos=bos), strict=True)])
 
 
@@ -344,10 +345,10 @@ class TextTokens(NamedTuple):
     sizes: NDArray[np.int64]  # (T,): bytes of the text that each token comes from; 0 for BOS
 
 
-def sequences(a: Scorer, texts: Iterable[str], bos: bool | None) -> Iterator[TextTokens]:
+def sequences(a: Scorer, texts: str | Iterable[str], bos: bool | None) -> Iterator[TextTokens]:
     """Yield the tokens of each text; texts without a token to score are left out."""
     prefix = prefix_of(a.text, bos)
-    for index, text in enumerate(texts):
+    for index, text in enumerate(each_text(texts)):
         own, spans = a.text.encode_with_spans(text)
         ids = np.concatenate([prefix, own])
         if len(ids) > 1:

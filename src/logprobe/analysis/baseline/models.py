@@ -58,13 +58,13 @@ class Baseline:
 
 
 def save_baseline(
-    llm: Scorer, texts: Iterable[str], path: str | Path, *, bos: bool | None = None
+    llm: Scorer, texts: str | Iterable[str], path: str | Path, *, bos: bool | None = None
 ) -> Baseline:
     """Save a model's full next-token distributions on given texts, to compare other models with later.
 
     Args:
         llm: the reference model.
-        texts: texts, each no longer than the model's context.
+        texts: one or more texts, each no longer than the model's context.
         path: a name that ends in `.lpkl`; the file takes about a tenth of the bytes of llama.cpp's format.
         bos: True puts BOS (EOS if the model has no BOS) before each text, False does not, and None does what
             the tokenizer does.
@@ -137,7 +137,7 @@ def _write_block(writer: BaselineWriter, parts: list[Waiting]) -> None:
 
 
 def compare_with_baseline(
-    path: str | Path, llm: Scorer, texts: Iterable[str] | None = None, *, bos: bool | None = None
+    path: str | Path, llm: Scorer, texts: str | Iterable[str] | None = None, *, bos: bool | None = None
 ) -> Comparison:
     """Compare a baseline (A) with a model (B) on the baseline's tokens.
 
