@@ -143,7 +143,14 @@ class Perplexity:
 
     @property
     def word_perplexity(self) -> float | None:
-        """Perplexity per word; comparable across tokenizers."""
+        """Perplexity per word; comparable across tokenizers.
+
+        None if no token is scored, or if a token other than the first one of a text without BOS is not
+        scored: the log-probabilities of some words are then incomplete.
+        """
+        num_unscored = self.num_tokens - self.num_scored
+        if not self.num_scored or num_unscored > (self.bos_token_id is None):
+            return None
         return measures.perplexity(self.logprob, self.num_words)
 
     @property
