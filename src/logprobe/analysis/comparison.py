@@ -18,7 +18,7 @@ import numpy as np
 
 from logprobe.analysis import measures
 from logprobe.analysis.score import whole_rows
-from logprobe.analysis.scorer import prefix_of
+from logprobe.analysis.scorer import check_scorer, prefix_of
 from logprobe.analysis.statistics import Figure, Spread, effective_share, figures
 from logprobe.analysis.texts import surprisal
 from logprobe.errors import InputError, require
@@ -296,6 +296,8 @@ def compare(a: Scorer, b: Scorer, texts: str | Iterable[str], *, bos: bool | Non
         ParameterError: no text has a token to score, or a text is longer than a model's context.
         BatchError: a request failed.
     """
+    for name, model in {"a": a, "b": b}.items():
+        check_scorer(model, name)
     if same_vocabulary(a, b):
         has_routes = _have_alike_routes(a, b)
         parts: list[TokenPart] = []

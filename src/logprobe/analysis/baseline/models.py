@@ -24,6 +24,7 @@ from logprobe.analysis.comparison import (
     whole_parts,
     whole_scores,
 )
+from logprobe.analysis.scorer import check_scorer
 from logprobe.errors import InputError, WeightsReplacedError, require
 from logprobe.text.edge import SAME_TOKENS_PROBE
 
@@ -76,6 +77,7 @@ def save_baseline(
         BatchError: a request failed.
         WeightsReplacedError: the model's weights were replaced during the run.
     """
+    check_scorer(llm, "llm")
     facts = llm.engine.capabilities()
     header = Header(
         vocabulary_size=facts.vocab_size,
@@ -156,6 +158,7 @@ def compare_with_baseline(
         ParameterError: a text is longer than the context.
         BatchError: a request failed.
     """
+    check_scorer(llm, "llm")
     with closing(BaselineReader(path)) as reader:
         if reader.header.vocabulary != vocabulary_digest(llm.text):
             raise InputError(f"{path}: has a different vocabulary; compare models with the same tokenizer")
