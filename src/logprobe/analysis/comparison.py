@@ -21,7 +21,7 @@ from logprobe.analysis.score import whole_rows
 from logprobe.analysis.scorer import check_scorer, prefix_of
 from logprobe.analysis.statistics import Figure, Spread, effective_share, figures
 from logprobe.analysis.texts import surprisal
-from logprobe.errors import InputError, require
+from logprobe.errors import InputError, PromptTooLongError, require
 from logprobe.records.forms.finite import finite_fields
 from logprobe.sampling import SamplingParams
 from logprobe.text.edge import same_tokens
@@ -302,7 +302,7 @@ def compare(a: Scorer, b: Scorer, texts: str | Iterable[str], *, bos: bool | Non
         has_routes = _have_alike_routes(a, b)
         parts: list[TokenPart] = []
         changes = []
-        for tokens in sequences(a, texts, bos):
+        for tokens in sequences([a, b], texts, bos):
             parts += _token_parts(a, b, tokens)
             if has_routes:
                 changes.append(_route_changes(a, b, tokens.token_ids[:-1]))
@@ -347,12 +347,27 @@ class TextTokens(NamedTuple):
     sizes: NDArray[np.int64]  # (T,): bytes of the text that each token comes from; 0 for BOS
 
 
-def sequences(a: Scorer, texts: str | Iterable[str], bos: bool | None) -> Iterator[TextTokens]:
-    """Yield the tokens of each text; texts without a token to score are left out."""
-    prefix = prefix_of(a.text, bos)
+def sequences(models: Sequence[Scorer], texts: str | Iterable[str], bos: bool | None) -> Iterator[TextTokens]:
+    """Yield the tokens of each text; texts without a token to score are left out.
+
+    Args:
+        models: models with the same tokenizer, all of which will score the tokens.
+        texts: one or more texts.
+        bos: see `compare`.
+
+    Raises:
+        ParameterError: a text is longer than the context of a model, or is not a text.
+    """
+    edge = models[0].text
+    prefix = prefix_of(edge, bos)
+    # The last token is never run.
+    limit = min(model.engine.capabilities().max_model_len for model in models) + 1
     for index, text in enumerate(each_text(texts)):
-        own, spans = a.text.encode_with_spans(text)
+        own, spans = edge.encode_with_spans(text)
         ids = np.concatenate([prefix, own])
+        if len(ids) > limit:
+            message = f"text {index} has {len(ids)} tokens, but at most {limit} fit; shorten or split it"
+            raise PromptTooLongError("texts", f"{message}, or raise max_model_len")
         if len(ids) > 1:
             sizes = np.diff(spans[:, 1], prepend=0)
             yield TextTokens(index, ids, np.concatenate([np.zeros(len(prefix), np.int64), sizes]))

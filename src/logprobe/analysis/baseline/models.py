@@ -89,7 +89,7 @@ def save_baseline(
     )
     writer = BaselineWriter(path, header)
     try:
-        _write(llm, sequences(llm, texts, bos), writer, facts.vocab_size)
+        _write(llm, sequences([llm], texts, bos), writer, facts.vocab_size)
         require(writer.num_rows, "texts", "have no token to score; use longer texts or bos=True")
         _check_same_weights(llm, header)
         writer.finish()
@@ -171,7 +171,7 @@ def compare_with_baseline(
         if texts is None:  # text lengths in bytes are known only from the tokens
             count = llm.text.vocabulary.bytes_of
             return of_tokens([_part(run, llm, len(count(run.token_ids))) for run in reader.runs()])
-        runs = _checked(reader.runs(), sequences(llm, texts, bos), path)
+        runs = _checked(reader.runs(), sequences([llm], texts, bos), path)
         return of_tokens([_part(run, llm, num_bytes) for run, num_bytes in runs])
 
 
