@@ -14,7 +14,6 @@ from logprobe.analysis.spellings import MAX_ROWS
 from logprobe.calls import Waiter, coroutine_method, generator_method
 from logprobe.config import EngineConfig
 from logprobe.errors import require
-from logprobe.sampling import SamplingParams
 from logprobe.text.chat import Layout
 
 if TYPE_CHECKING:
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
     from logprobe.next_token.fields import SpellingTools
     from logprobe.next_token.rows import Row
     from logprobe.processors import Pipeline
+    from logprobe.sampling import SamplingParams
     from logprobe.text.boundary import BoundaryRule, Split
     from logprobe.text.chat import Conversation, Conversations
     from logprobe.text.edge import TextEdge
@@ -302,7 +302,7 @@ class Model:
     @coroutine_method
     async def score(
         self,
-        pairs: Sequence[tuple[Prompt, Prompt] | Split],
+        pairs: Iterable[tuple[Prompt, Prompt] | Split],
         *,
         progress: bool = False,
         entropy: bool = False,
@@ -310,7 +310,7 @@ class Model:
         margin: bool = False,
         unconditional: bool = False,
         logprobs: int = 0,
-        logprob_token_ids: Sequence[Any] | None = None,
+        logprob_token_ids: Iterable[Any] | None = None,
         temperature: float | None = None,
         sampling_params: SamplingParams | None = None,
         on_error: OnError = "raise",
@@ -354,8 +354,7 @@ class Model:
                 or a pair is too long; the error names the index, and no request was started.
             BatchError: some pairs failed; the error holds all scores.
         """
-        columns: dict[str, Any] = {"entropy": entropy, "varentropy": varentropy, "margin": margin}
-        params = SamplingParams(max_tokens=0, prompt_logprobs=logprobs, **columns)
+        params = self._client.scoring_params(logprobs, entropy=entropy, varentropy=varentropy, margin=margin)
         if temperature is not None:
             from logprobe.analysis.score_requests import at_temperature
 
@@ -678,7 +677,7 @@ class Model:
     @coroutine_method
     async def surprisal(
         self,
-        texts: str | Sequence[str],
+        texts: str | Iterable[str],
         *,
         boundary: Boundary | None = None,
         unit: NatsOrBits = "nats",
@@ -725,7 +724,7 @@ class Model:
     @coroutine_method
     async def minimal_pairs(
         self,
-        pairs: Sequence[tuple[str, str]],
+        pairs: Iterable[tuple[str, str]],
         categories: Sequence[str] | None = None,
         *,
         bos: bool | None = True,

@@ -24,7 +24,7 @@ from logprobe.analysis import (
 from logprobe.analysis.comparison import Comparison, common_units
 from logprobe.analysis.detection import binoculars
 from logprobe.analysis.score import whole_rows
-from logprobe.errors import InputError, MissingPackageError, OutputError, ParameterError
+from logprobe.errors import InputError, MissingPackageError, OutputError, ParameterError, PromptTooLongError
 from refusals import raises
 
 if TYPE_CHECKING:
@@ -43,6 +43,21 @@ def test_a_model_compared_with_itself_is_zero_everywhere(tiny_llm: LLM) -> None:
     assert found.effective_sample_share == pytest.approx(1)
     assert found.num_bytes == sum(len(text.encode()) for text in TEXTS)
     assert figures["bits_per_byte_a"] == figures["bits_per_byte_b"]
+
+
+def test_a_string_is_one_text(tiny_llm: LLM, rough_llm: LLM) -> None:
+    found, expected = (compare(tiny_llm, rough_llm, texts) for texts in (TEXTS[0], TEXTS[:1]))
+    assert found.positions.tolist() == expected.positions.tolist()
+    assert found.logprobs_b.tolist() == expected.logprobs_b.tolist()
+
+
+def test_a_text_that_is_too_long_is_named(tiny_llm: LLM, rough_llm: LLM) -> None:
+    limit = tiny_llm.engine.capabilities().max_model_len + 1
+    ids = tiny_llm.text.encode("the cat and the dog " * limit, add_special_tokens=False)
+    fits, longer = (tiny_llm.text.bytes_of(ids[:count]).decode() for count in (limit, limit + 1))
+    assert compare(tiny_llm, rough_llm, fits, bos=False).num_positions == limit - 1
+    with raises(PromptTooLongError, parameter="texts", match="text 1"):
+        compare(tiny_llm, rough_llm, ["x", longer], bos=False)
 
 
 def test_bfloat16_is_compared_as_a_plain_loop_over_rows_would(tiny_llm: LLM, rough_llm: LLM) -> None:

@@ -123,6 +123,26 @@ def test_the_first_token_of_a_disjoint_window_and_its_bytes_are_not_scored(
     assert scored.logprob == pytest.approx(found.logprob, abs=1e-3)
 
 
+@pytest.mark.parametrize("bos", [True, False])
+def test_there_is_no_perplexity_per_word_if_tokens_inside_the_text_are_not_scored(
+    tiny_llm: LLM, bos: bool
+) -> None:
+    apart = tiny_llm.perplexity(TEXT, window=20, stride=20, bos=bos)
+    assert apart.word_perplexity is None
+    assert apart.byte_perplexity is not None
+    for found in (
+        tiny_llm.perplexity(TEXT, window=20, stride=19, bos=bos),
+        tiny_llm.perplexity("the cat", window=20, stride=20, bos=bos),
+    ):
+        assert found.word_perplexity == pytest.approx(math.exp(-found.logprob / found.num_words))
+
+
+def test_a_text_without_scored_tokens_has_no_perplexity(tiny_llm: LLM) -> None:
+    found = tiny_llm.perplexity("x", bos=False)
+    assert (found.num_tokens, found.num_scored, found.num_words) == (1, 0, 1)
+    assert (found.perplexity, found.word_perplexity, found.byte_perplexity) == (None, None, None)
+
+
 def test_without_bos_the_first_token_and_its_bytes_are_not_scored(tiny_llm: LLM) -> None:
     found = tiny_llm.perplexity("the cat", bos=False)
     ids = tiny_llm.text.encode("the cat", add_special_tokens=False)

@@ -23,10 +23,10 @@ from logprobe.sampling import SamplingParams
 from logprobe.sampling.params import named_ids
 from logprobe.text.boundary import Split, check_rule, split_texts
 from logprobe.text.edge import as_token_ids
-from logprobe.text.prompts import plain_prompt
+from logprobe.text.prompts import as_list, plain_prompt
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from logprobe.analysis.uncertainty import DrawPlan, SampledAnswer
     from logprobe.engine.client import OnError, Watch
@@ -58,7 +58,7 @@ class ScoringClient(Client):
 
     async def score(
         self,
-        pairs: Sequence[tuple[Prompt, Prompt] | Split],
+        pairs: Iterable[tuple[Prompt, Prompt] | Split],
         params: SamplingParams,
         *,
         watch: Watch | None = None,
@@ -66,14 +66,19 @@ class ScoringClient(Client):
         unconditional: bool = False,
         on_error: OnError = "raise",
         truncation: Truncation = "error",
-        logprob_token_ids: Sequence[Any] | None = None,
+        logprob_token_ids: Iterable[Any] | None = None,
         boundary: BoundaryRule = "auto",
     ) -> list[Score]:
         """Score each continuation given its context; see `LLM.score`."""
         check_on_error(on_error)
         check_truncation(truncation)
         check_rule(boundary)
+        pairs = as_list(pairs, "pairs", "must be an iterable of (context, continuation) pairs")
+        is_params = sampling is None or isinstance(sampling, SamplingParams)
+        require(is_params, "sampling_params", "must be a SamplingParams", got=sampling)
         if logprob_token_ids is not None:
+            known = "must be an iterable with a list of token ids for each pair"
+            logprob_token_ids = as_list(logprob_token_ids, "logprob_token_ids", known)
             remedy = (
                 "cannot be combined with truncation='window', which has no records; use truncation='left'"
             )

@@ -18,13 +18,14 @@ import numpy as np
 
 from logprobe.analysis import measures
 from logprobe.analysis.score import whole_rows
-from logprobe.analysis.scorer import prefix_of
+from logprobe.analysis.scorer import check_scorer, prefix_of
 from logprobe.analysis.statistics import Figure, Spread, effective_share, figures
 from logprobe.analysis.texts import surprisal
-from logprobe.errors import InputError, require
+from logprobe.errors import InputError, PromptTooLongError, require
 from logprobe.records.forms.finite import finite_fields
 from logprobe.sampling import SamplingParams
 from logprobe.text.edge import same_tokens
+from logprobe.text.prompts import each_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -281,13 +282,13 @@ class Comparison:
         figure.savefig(path)
 
 
-def compare(a: Scorer, b: Scorer, texts: Iterable[str], *, bos: bool | None = None) -> Comparison:
+def compare(a: Scorer, b: Scorer, texts: str | Iterable[str], *, bos: bool | None = None) -> Comparison:
     """Score the same texts with two models and compare the results.
 
     Args:
         a: the reference.
         b: the model to compare with `a`; may be `a` itself, or `a.with_lora(name)`.
-        texts: texts that fit the contexts of both models.
+        texts: one or more texts that fit the contexts of both models.
         bos: True puts BOS (EOS if the model has no BOS) before each text, False does not, and None does what
             the tokenizer does.
 
@@ -295,17 +296,19 @@ def compare(a: Scorer, b: Scorer, texts: Iterable[str], *, bos: bool | None = No
         ParameterError: no text has a token to score, or a text is longer than a model's context.
         BatchError: a request failed.
     """
+    for name, model in {"a": a, "b": b}.items():
+        check_scorer(model, name)
     if same_vocabulary(a, b):
         has_routes = _have_alike_routes(a, b)
         parts: list[TokenPart] = []
         changes = []
-        for tokens in sequences(a, texts, bos):
+        for tokens in sequences([a, b], texts, bos):
             parts += _token_parts(a, b, tokens)
             if has_routes:
                 changes.append(_route_changes(a, b, tokens.token_ids[:-1]))
         comparison = of_tokens(parts)
         return replace(comparison, route_changes=np.concatenate(changes)) if changes else comparison
-    texts = list(texts)
+    texts = list(each_text(texts))
     return _of_words([*zip(surprisal(a, texts, bos=bos), surprisal(b, texts, bos=bos), strict=True)])
 
 
@@ -344,12 +347,27 @@ class TextTokens(NamedTuple):
     sizes: NDArray[np.int64]  # (T,): bytes of the text that each token comes from; 0 for BOS
 
 
-def sequences(a: Scorer, texts: Iterable[str], bos: bool | None) -> Iterator[TextTokens]:
-    """Yield the tokens of each text; texts without a token to score are left out."""
-    prefix = prefix_of(a.text, bos)
-    for index, text in enumerate(texts):
-        own, spans = a.text.encode_with_spans(text)
+def sequences(models: Sequence[Scorer], texts: str | Iterable[str], bos: bool | None) -> Iterator[TextTokens]:
+    """Yield the tokens of each text; texts without a token to score are left out.
+
+    Args:
+        models: models with the same tokenizer, all of which will score the tokens.
+        texts: one or more texts.
+        bos: see `compare`.
+
+    Raises:
+        ParameterError: a text is longer than the context of a model, or is not a text.
+    """
+    edge = models[0].text
+    prefix = prefix_of(edge, bos)
+    # The last token is never run.
+    limit = min(model.engine.capabilities().max_model_len for model in models) + 1
+    for index, text in enumerate(each_text(texts)):
+        own, spans = edge.encode_with_spans(text)
         ids = np.concatenate([prefix, own])
+        if len(ids) > limit:
+            message = f"text {index} has {len(ids)} tokens, but at most {limit} fit; shorten or split it"
+            raise PromptTooLongError("texts", f"{message}, or raise max_model_len")
         if len(ids) > 1:
             sizes = np.diff(spans[:, 1], prepend=0)
             yield TextTokens(index, ids, np.concatenate([np.zeros(len(prefix), np.int64), sizes]))

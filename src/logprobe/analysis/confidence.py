@@ -21,9 +21,10 @@ from logprobe.analysis.classification import Classification, Confidence
 from logprobe.analysis.io.files import read_limited, writing
 from logprobe.errors import InputError, MissingPackageError, ParameterError, require
 from logprobe.records.forms.versions import Versioned, check_version
+from logprobe.text.prompts import as_list
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Method: TypeAlias = Literal["temperature", "isotonic"]
@@ -157,8 +158,8 @@ class FittedConfidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 def calibrate(
-    outputs: Sequence[Answer],
-    labels: Sequence[str | bool],
+    outputs: Iterable[Answer],
+    labels: Iterable[str | bool],
     *,
     method: Method = "temperature",
     coverage: float = 0.9,
@@ -190,7 +191,10 @@ def calibrate(
         ```
     """
     require(method in METHODS, "method", f"must be one of {', '.join(METHODS)}, got {method!r}")
-    require(0 < coverage < 1, "coverage", "must be between 0 and 1", got=coverage)
+    is_share = isinstance(coverage, float | np.floating) and 0 < coverage < 1
+    require(is_share, "coverage", "must be a number between 0 and 1", got=coverage)
+    outputs = as_list(outputs, "outputs", "must be an iterable of results of classify, or of confidences")
+    labels = as_list(labels, "labels", "must be an iterable with the true label of each output")
     require(len(outputs) == len(labels), "labels", f"has {len(labels)} for {len(outputs)} outputs")
     is_enough = len(outputs) >= MIN_ANSWERS
     require(is_enough, "outputs", f"has {len(outputs)} answers; give at least {MIN_ANSWERS}")

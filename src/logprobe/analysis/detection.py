@@ -23,9 +23,10 @@ from logprobe.analysis.comparison import (
 )
 from logprobe.analysis.scorer import prefix_of
 from logprobe.errors import require
+from logprobe.text.prompts import each_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator
 
     from logprobe.analysis.scorer import Scorer
     from logprobe.records.values import IntArray
@@ -67,7 +68,7 @@ class Detector:
 
 
 def binoculars(
-    observer: Scorer, performer: Scorer, texts: Sequence[str], *, bos: bool | None = None
+    observer: Scorer, performer: Scorer, texts: str | Iterable[str], *, bos: bool | None = None
 ) -> list[float | None]:
     """Return the Binoculars score of each text, or None for a text in which no token is scored.
 
@@ -77,7 +78,7 @@ def binoculars(
     Args:
         observer: a base model.
         performer: the observer's instruct version, with the same vocabulary.
-        texts: texts that fit the contexts of both models.
+        texts: one or more texts that fit the contexts of both models.
         bos: True puts BOS (EOS if the model has no BOS) before each text, False does not, and None does what
             the tokenizer does.
 
@@ -88,7 +89,10 @@ def binoculars(
     is_same = same_vocabulary(observer, performer)
     require(is_same, "performer", "must have the same vocabulary as the observer")
     prefix = prefix_of(observer.text, bos)
-    ids = [np.concatenate([prefix, observer.text.encode(text, add_special_tokens=False)]) for text in texts]
+    ids = [
+        np.concatenate([prefix, observer.text.encode(text, add_special_tokens=False)])
+        for text in each_text(texts)
+    ]
     return [_binoculars(observer, performer, sequence) for sequence in ids]
 
 

@@ -119,6 +119,10 @@ def classify_plan(
     named = texts_of(labels)
     texts = [text for texts in named.values() for text in texts]
     if confidence is not None:
+        from logprobe.analysis.confidence import FittedConfidence
+
+        known = "must be a FittedConfidence, which calibrate and FittedConfidence.load return"
+        require(isinstance(confidence, FittedConfidence), "confidence", known, got=confidence)
         confidence.check_labels(tuple(named))
     is_calibrated = correction == "calibrated"
     remedy = "requires correction='calibrated'; set that, or leave it out"

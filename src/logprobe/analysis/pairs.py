@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +12,10 @@ from logprobe.analysis.statistics import Mean
 from logprobe.analysis.texts import surprisal
 from logprobe.errors import ParameterError, require
 from logprobe.records.values import EqualByValue
+from logprobe.text.prompts import as_list
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator
 
     from numpy.typing import NDArray
 
@@ -58,13 +60,19 @@ class MinimalPairs(EqualByValue):
 
 def minimal_pairs(
     llm: Scorer,
-    pairs: Sequence[tuple[str, str]],
+    pairs: Iterable[tuple[str, str]],
     categories: Sequence[str] | None = None,
     *,
     bos: bool | None = True,
 ) -> MinimalPairs:
     """Score pairs of a good and a bad text and compute the accuracy; see `LLM.minimal_pairs`."""
+    known = "must be an iterable of (good, bad) pairs of texts"
+    pairs = as_list(pairs, "pairs", known)
     require(pairs, "pairs", "must not be empty")
+    for number, pair in enumerate(pairs):
+        is_pair = isinstance(pair, Sequence | np.ndarray) and not isinstance(pair, str) and len(pair) == 2
+        if not (is_pair and all(isinstance(text, str) for text in pair)):
+            raise ParameterError("pairs", f"{known}, but item {number} is {pair!r:.60}")
     names = list(categories or ())
     fits = categories is None or len(names) == len(pairs)
     require(fits, "categories", f"must have one name per pair, got {len(names)} for {len(pairs)}")

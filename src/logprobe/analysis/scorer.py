@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from inspect import iscoroutinefunction
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
+
+from logprobe.errors import require
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -64,6 +67,12 @@ class Scorer(Protocol):
     def generate(self, prompts: Sequence[list[int]], sampling_params: SamplingParams) -> list[RequestOutput]:
         """Generate completions; see `LLM.generate`."""
         ...
+
+
+def check_scorer(model: Any, name: str) -> None:
+    """Raise `ParameterError` for the parameter `name` unless the value is a `Scorer`, such as an `LLM`."""
+    is_scorer = hasattr(model, "engine") and not iscoroutinefunction(getattr(model, "score", None))
+    require(is_scorer, name, "must be a loaded model, such as LLM('smollm2')", got=model)
 
 
 def prefix_of(text: TextEdge, bos: bool | None) -> IntArray:

@@ -24,6 +24,7 @@ from logprobe.analysis.scorer import prefix_of
 from logprobe.analysis.windows import WindowSettings
 from logprobe.errors import ParameterError, require
 from logprobe.records.values import EqualByValue
+from logprobe.text.prompts import each_text
 from logprobe.text.windows import Window, windows
 
 if TYPE_CHECKING:
@@ -305,7 +306,7 @@ def _as_slice(which: slice | int) -> slice:
 
 def surprisal(
     llm: Scorer,
-    texts: str | Sequence[str],
+    texts: str | Iterable[str],
     *,
     boundary: Boundary | None = None,
     unit: NatsOrBits = "nats",
@@ -319,7 +320,7 @@ def surprisal(
     settings = WindowSettings.of(llm, window=window, stride=stride, bos=bos)
     is_joined = boundary is None or settings.stride < settings.window
     require(is_joined, "stride", "must be less than the window if boundary is 'end'")
-    many = [texts] if isinstance(texts, str) else texts
+    many = list(each_text(texts))
     prefix = prefix_of(llm.text, bos)
     encoded = [_encoded(llm.text, text, number) for number, text in enumerate(many)]
     ids = [np.concatenate([prefix, own]) for own, _ in encoded]

@@ -20,6 +20,7 @@ from logprobe.analysis.score import Score
 from logprobe.analysis.scorer import in_flight, prefix_of
 from logprobe.errors import WeightsReplacedError, require
 from logprobe.records import FlatLogprobs
+from logprobe.text.prompts import each_text
 from logprobe.text.windows import Window, windows
 
 if TYPE_CHECKING:
@@ -51,8 +52,12 @@ class WindowSettings:
         """Return settings with defaults: the window is the model's context, the stride half a window.
 
         Raises:
-            ParameterError: the window is not in [2, context + 1], or the stride is not in [1, window].
+            ParameterError: the window is not an integer in [2, context + 1], or the stride is not an integer
+                in [1, window].
         """
+        for name, number in {"window": window, "stride": stride}.items():
+            is_number = number is None or isinstance(number, int | np.integer)
+            require(is_number, name, "must be a whole number of tokens", got=number)
         limit: int = llm.engine.capabilities().max_model_len
         window = limit if window is None else window
         require(2 <= window <= limit + 1, "window", f"must be in [2, {limit + 1}] tokens, got {window}")
@@ -143,7 +148,14 @@ class Perplexity:
 
     @property
     def word_perplexity(self) -> float | None:
-        """Perplexity per word; comparable across tokenizers."""
+        """Perplexity per word; comparable across tokenizers.
+
+        None if no token is scored, or if a token other than the first one of a text without BOS is not
+        scored: the log-probabilities of some words are then incomplete.
+        """
+        num_unscored = self.num_tokens - self.num_scored
+        if not self.num_scored or num_unscored > (self.bos_token_id is None):
+            return None
         return measures.perplexity(self.logprob, self.num_words)
 
     @property
@@ -224,7 +236,7 @@ def perplexity(
     """
     settings = WindowSettings.of(llm, window=window, stride=stride, bos=bos)
     tally = TextTally(llm, settings)
-    pieces = tally.pieces([text] if isinstance(text, str) else text)
+    pieces = tally.pieces(each_text(text, "text"))
     for _, score in score_windows(llm, pieces, settings):
         tally.add(score)
         if advance is not None:

@@ -8,6 +8,8 @@ from contextlib import aclosing, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar
 
+import numpy as np
+
 from logprobe.engine.request import CompletionOutput, RequestOutput, Requests
 from logprobe.engine.truncation import check_truncation, cut_prompt, joined_output
 from logprobe.errors import BatchError, LogprobeError, ParameterError, require
@@ -142,7 +144,7 @@ class Client:
         """Compute the predictions of a model's layers after each token of a prompt (`LLM.logit_lens`)."""
         prompts = as_prompts(prompt)
         require(len(prompts) == 1, "text", "must be one text, list of token ids or dict", got=prompt)
-        self.allowed_params(SamplingParams(max_tokens=0, prompt_logprobs=lens.k))
+        self.scoring_params(lens.k)
         ids = self._as_ids(plain_prompt(prompts[0]), add_special_tokens=add_special_tokens)
         params = self.allowed_params(SamplingParams(max_tokens=0))
         [output] = checked(await self.run([self.requests.admit(ids, params, lens=lens)]), "raise")
@@ -257,6 +259,23 @@ class Client:
         )
         require(params.lora is None, "lora", remedy)
         return replace(params, lora=self.lora)
+
+    def scoring_params(self, logprobs: int, **columns: Any) -> SamplingParams:
+        """Return parameters that report the logprobs of a prompt and `logprobs` alternatives per token.
+
+        Raises:
+            ParameterError: the errors of `allowed_params` and `SamplingParams`, with the name `logprobs`.
+        """
+        known = "must be 0 or more, or -1 for the whole vocabulary"
+        is_count = isinstance(logprobs, int | np.integer) and logprobs >= -1
+        require(is_count, "logprobs", known, got=logprobs)
+        try:
+            params = SamplingParams(max_tokens=0, prompt_logprobs=logprobs, **columns)
+            return self.allowed_params(params)
+        except ParameterError as error:
+            if error.parameter != "prompt_logprobs":
+                raise
+            raise ParameterError("logprobs", str(error).removeprefix("prompt_logprobs: ")) from error
 
     def _as_ids(self, prompt: Any, *, add_special_tokens: bool = True) -> IntArray:
         if isinstance(prompt, str):

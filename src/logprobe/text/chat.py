@@ -131,7 +131,9 @@ def lay_out(messages: Conversation, text: TextEdge, layout: Layout = ANSWER) -> 
     is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
     require(is_list and messages, "messages", "must be a list of at least one message")
     plain = [_plain_message(message, index) for index, message in enumerate(messages)]
-    tools, variables = _plain_tools(layout.tools), dict(layout.chat_template_kwargs or {})
+    variables = layout.chat_template_kwargs or {}
+    require(isinstance(variables, Mapping), "chat_template_kwargs", "must be a dict", got=variables)
+    tools, variables = _plain_tools(layout.tools), dict(variables)
     ways = [(plain, list(range(len(plain))))]
     has_calls = any(message["role"] == "tool" or "tool_calls" in message for message in plain)
     if (tools or has_calls) and _says_tools(source, tools):

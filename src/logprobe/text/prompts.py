@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
@@ -10,6 +10,8 @@ import numpy as np
 from logprobe.errors import ParameterError, require
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from logprobe.records.values import IntArray
 
     Prompt: TypeAlias = str | Sequence[int] | IntArray | Mapping[str, Any]
@@ -63,3 +65,33 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     if len(prompts) and isinstance(prompts[0], int | np.integer):
         return [prompts]  # type: ignore[list-item]  # one prompt of ids
     return prompts  # type: ignore[return-value]
+
+
+def as_list(values: Any, name: str, known: str) -> list[Any]:
+    """Return the items of an iterable argument as a list.
+
+    Raises:
+        ParameterError: `values` is not iterable, or is a text, bytes or a mapping. The message is `known`.
+    """
+    return list(_items(values, name, known))
+
+
+def each_text(texts: str | Iterable[str], name: str = "texts") -> Iterator[str]:
+    """Yield the texts of an argument that is a text or an iterable of texts.
+
+    Raises:
+        ParameterError: `texts` or one of its items is of another type.
+    """
+    known = "must be a text (str) or an iterable of texts"
+    items = [texts] if isinstance(texts, str) else _items(texts, name, known)
+    for number, text in enumerate(items):
+        if not isinstance(text, str):
+            raise ParameterError(name, f"{known}, but item {number} is {text!r:.60}")
+        yield text
+
+
+def _items(values: Any, name: str, known: str) -> Iterable[Any]:
+    is_many = isinstance(values, Iterable) and not isinstance(values, str | bytes | bytearray | Mapping)
+    require(is_many, name, known, got=values)
+    items: Iterable[Any] = values
+    return items

@@ -57,6 +57,13 @@ def test_a_baseline_gives_what_both_models_would_within_its_error(
     assert live.acceptance.uncertainty == 0
 
 
+def test_a_string_is_one_text(tiny_llm: LLM, tmp_path: Path) -> None:
+    path = tmp_path / "base.lpkl"
+    assert save_baseline(tiny_llm, TEXTS[0], path).num_texts == 1
+    found, expected = (compare_with_baseline(path, tiny_llm, texts) for texts in (TEXTS[0], TEXTS[:1]))
+    assert found.positions.tolist() == expected.positions.tolist()
+
+
 def test_the_figures_are_those_of_whole_rows(tiny_llm: LLM, rough_llm: LLM) -> None:
     found = compare(tiny_llm, rough_llm, TEXTS)
     kl, shared, sums = [], [], []

@@ -24,6 +24,7 @@ from logprobe.analysis.comparison import (
     whole_parts,
     whole_scores,
 )
+from logprobe.analysis.scorer import check_scorer
 from logprobe.errors import InputError, WeightsReplacedError, require
 from logprobe.text.edge import SAME_TOKENS_PROBE
 
@@ -58,13 +59,13 @@ class Baseline:
 
 
 def save_baseline(
-    llm: Scorer, texts: Iterable[str], path: str | Path, *, bos: bool | None = None
+    llm: Scorer, texts: str | Iterable[str], path: str | Path, *, bos: bool | None = None
 ) -> Baseline:
     """Save a model's full next-token distributions on given texts, to compare other models with later.
 
     Args:
         llm: the reference model.
-        texts: texts, each no longer than the model's context.
+        texts: one or more texts, each no longer than the model's context.
         path: a name that ends in `.lpkl`; the file takes about a tenth of the bytes of llama.cpp's format.
         bos: True puts BOS (EOS if the model has no BOS) before each text, False does not, and None does what
             the tokenizer does.
@@ -76,6 +77,7 @@ def save_baseline(
         BatchError: a request failed.
         WeightsReplacedError: the model's weights were replaced during the run.
     """
+    check_scorer(llm, "llm")
     facts = llm.engine.capabilities()
     header = Header(
         vocabulary_size=facts.vocab_size,
@@ -87,7 +89,7 @@ def save_baseline(
     )
     writer = BaselineWriter(path, header)
     try:
-        _write(llm, sequences(llm, texts, bos), writer, facts.vocab_size)
+        _write(llm, sequences([llm], texts, bos), writer, facts.vocab_size)
         require(writer.num_rows, "texts", "have no token to score; use longer texts or bos=True")
         _check_same_weights(llm, header)
         writer.finish()
@@ -137,7 +139,7 @@ def _write_block(writer: BaselineWriter, parts: list[Waiting]) -> None:
 
 
 def compare_with_baseline(
-    path: str | Path, llm: Scorer, texts: Iterable[str] | None = None, *, bos: bool | None = None
+    path: str | Path, llm: Scorer, texts: str | Iterable[str] | None = None, *, bos: bool | None = None
 ) -> Comparison:
     """Compare a baseline (A) with a model (B) on the baseline's tokens.
 
@@ -156,6 +158,7 @@ def compare_with_baseline(
         ParameterError: a text is longer than the context.
         BatchError: a request failed.
     """
+    check_scorer(llm, "llm")
     with closing(BaselineReader(path)) as reader:
         if reader.header.vocabulary != vocabulary_digest(llm.text):
             raise InputError(f"{path}: has a different vocabulary; compare models with the same tokenizer")
@@ -168,7 +171,7 @@ def compare_with_baseline(
         if texts is None:  # text lengths in bytes are known only from the tokens
             count = llm.text.vocabulary.bytes_of
             return of_tokens([_part(run, llm, len(count(run.token_ids))) for run in reader.runs()])
-        runs = _checked(reader.runs(), sequences(llm, texts, bos), path)
+        runs = _checked(reader.runs(), sequences([llm], texts, bos), path)
         return of_tokens([_part(run, llm, num_bytes) for run, num_bytes in runs])
 
 
