@@ -90,6 +90,14 @@ def test_disjoint_windows_show_every_token_and_the_first_of_each_without_a_numbe
     assert found["totals"]["logprob"] == pytest.approx(want.logprob, abs=1e-3)
 
 
+@pytest.mark.parametrize("flag", ["--resume", "--force"])
+def test_flags_of_an_output_need_one(dataset: Any, tmp_path: Path, flag: str) -> None:
+    (tmp_path / "in.jsonl").write_text('{"text": "the cat"}\n')
+    refused = dataset(str(tmp_path / "in.jsonl"), flag, "--summary")
+    assert refused.code == 2
+    assert f"{flag}: requires --output" in refused.error_line
+
+
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
 def test_a_finished_run_that_is_resumed_says_so(dataset: Any, tmp_path: Path, suffix: str) -> None:
     (tmp_path / "in.jsonl").write_text('{"text": "the cat"}\n{"text": "a dog"}\n')

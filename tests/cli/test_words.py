@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -63,15 +65,36 @@ def test_words_are_written_to_a_file(words: Any, tmp_path: Path) -> None:
 
 
 def test_the_output_replaces_a_file_only_when_the_run_has_ended(words: Any, tmp_path: Path) -> None:
-    path = tmp_path / "items.csv"
+    path, output, link = (tmp_path / name for name in ("items.csv", "out.csv", "link.csv"))
     path.write_text("text,item\nthe cat,a\na dog,b\n")
-    before = path.read_text()
-    flags = (str(path), "--keep-columns", "item", "-o", str(path))
+    output.write_text("earlier")
+    link.symlink_to(output)
+    flags = (str(path), "--keep-columns", "item", "-o", str(link))
     assert words(*flags, "--stride", "0").code != 0
-    assert path.read_text() == before
+    assert output.read_text() == "earlier"
     assert words(*flags).code == 0
-    assert [row["item"] for row in read(path.read_text())] == ["a", "a", "b", "b"]
-    assert [file.name for file in tmp_path.iterdir()] == ["items.csv"]
+    assert [row["item"] for row in read(output.read_text())] == ["a", "a", "b", "b"]
+    assert link.is_symlink()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["items.csv", "link.csv", "out.csv"]
+
+
+def test_the_output_is_never_an_input(words: Any, tmp_path: Path) -> None:
+    path = tmp_path / "story.txt"
+    path.write_text("the cat")
+    refused = words(str(path), "-o", str(path))
+    assert refused.code == 1
+    assert "story.txt: is read as input" in refused.error_line
+    assert path.read_text() == "the cat"
+
+
+def test_a_pipe_is_written_to(words: Any, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor(1) as pool:
+        read_text = pool.submit(pipe.read_text)
+        assert words("--text", "the cat", "--csv", "-o", str(pipe)).code == 0
+        assert [row["word"] for row in read(read_text.result())] == ["the", "cat"]
+    assert pipe.is_fifo()
 
 
 def test_words_of_rows_come_with_their_columns(words: Any, tmp_path: Path) -> None:

@@ -128,6 +128,9 @@ class DataFlags(InputFlags):
         from logprobe.analysis.datasets.tasks import schema_of
 
         schema_of(settings)  # validate before loading a model
+        for flag, is_given in (("--resume", self.resume), ("--force", self.force)):
+            if is_given and not self.output:
+                raise typer.BadParameter("requires --output; set it, or leave this out", param_hint=flag)
         sources = self.sources(settings.rows.columns)
         with _open_workers(model, sources, settings, cluster) as workers:
             self._print(workers, arrange)

@@ -78,8 +78,12 @@ def words(
 
     if as_csv and as_json:
         raise typer.BadParameter("cannot be combined with --json", param_hint="--csv")
-    if output is not None and not output.absolute().parent.is_dir():  # check before the model is loaded
-        raise OutputError(f"{output}: the folder does not exist; create it first")
+    if output is not None:  # check before the model is loaded
+        if not output.absolute().parent.is_dir():
+            raise OutputError(f"{output}: the folder does not exist; create it first")
+        inputs = [Path(file) for file in data.files or []]
+        if output.is_file() and any(file.is_file() and output.samefile(file) for file in inputs):
+            raise OutputError(f"{output}: is read as input; write to another file")
     suffix = "" if output is None or as_csv or as_json else output.suffix
     as_csv, as_json = as_csv or suffix == ".csv", as_json or suffix == ".jsonl"
     settings = DataSettings(**data.columns)
@@ -130,7 +134,7 @@ def _opened(output: Path | None) -> Iterator[IO[str]]:
     if output is None:
         yield sys.stdout
         return
-    # Rows may be read from a file at this path until the end, and a run that fails must not replace it.
+    # A run that fails must not replace the file of an earlier run.
     with (
         writing(output),
         replacing(output) as unfinished,

@@ -101,3 +101,18 @@ def test_the_rows_of_a_csv_file_take_its_bytes(tmp_path: Path, newline: str) -> 
     header, *sizes = (len(f"{row}{newline}".encode()) for row in rows[:-1])
     assert [row.num_bytes for row in read] == [header + sizes[0], *sizes[1:]]
     assert sum(row.num_bytes for row in read) == source.num_bytes
+
+
+def test_fields_beyond_the_header_of_a_csv_file_make_a_bad_row(tmp_path: Path) -> None:
+    path = tmp_path / "in.csv"
+    path.write_text("text\nHello there, my good world\nfine text,\n")
+    first, second = read_rows(find_sources([str(path)]), ["text"])
+    assert first.problem == "has more fields than the header (1); quote texts that contain commas"
+    assert (second.problem, second.values) == (None, {"text": "fine text"})
+
+
+def test_a_csv_column_that_is_named_twice_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "in.csv"
+    path.write_text("text,text\na b,c d\n")
+    with pytest.raises(InputError, match="its header has 'text' twice"):
+        list(read_rows(find_sources([str(path)]), ["text"]))

@@ -73,8 +73,14 @@ def write_durably(path: Path, write: Callable[[Path], object]) -> None:
 def replacing(path: Path) -> Iterator[Path]:
     """Give the block a temporary file, and flush and rename it to `path` when the block ends.
 
-    On failure the temporary file is deleted, and a file at `path` stays as it was.
+    A symbolic link at `path` stays, and the file that it names is replaced. If `path` is a device or a pipe,
+    it is given to the block itself. On failure the temporary file is deleted, and a file at `path` stays as
+    it was.
     """
+    if path.exists() and not path.is_file():
+        yield path
+        return
+    path = path.resolve()
     unfinished = path.with_name(f"{path.name}.tmp")
     try:
         claim(unfinished)

@@ -314,11 +314,17 @@ def _read_csv(source: Source, columns: Sequence[str]) -> Iterator[Raw]:
 
     with _binary(source) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as stream:
         reader = csv.DictReader(counted(stream), strict=True)
-        _check_columns(source.name, columns, reader.fieldnames or [])
+        names = list(reader.fieldnames or [])
+        _check_columns(source.name, columns, names)
+        twice = [name for name in columns if names.count(name) > 1]
+        if twice:
+            raise InputError(f"{source.name}: its header has {twice[0]!r} twice; rename one of the columns")
         for values in reader:
             num_bytes, num_read = num_read, 0
             missing = [name for name in columns if values.get(name) is None]
             problem = f"is too short: has no {', '.join(map(repr, missing))}" if missing else None
+            if any(values.get(None, ())):  # the fields beyond the header's
+                problem = f"has more fields than the header ({len(names)}); quote texts that contain commas"
             yield reader.line_num, num_bytes, problem or {name: values[name] for name in columns}
 
 
