@@ -101,3 +101,9 @@ def test_a_model_without_a_template_is_one_error(cli: Any, tiny_model_folder: Pa
     done = cli("chat", "--model", str(folder), stdin=b"hello\n")
     assert done.code == 1
     assert "the model has no chat template; use text completion (generate" in done.error_line
+
+
+def test_input_that_is_not_utf_8_is_told(cli: Any, tiny_model_folder: Path) -> None:
+    done = cli("chat", "--model", str(tiny_model_folder), "--max-tokens", "1", stdin=b"the c\xff\n")
+    assert done.code == 1
+    assert "standard input: is not UTF-8 text; convert it first" in done.error_line

@@ -60,4 +60,4 @@ def test_columns_that_are_not_there_are_told_before_the_model_is_loaded(cli: Any
     assert "has no column 'sentence_good', 'sentence_bad'; it has 'good', 'bad'" in done.err
     done = cli("pairs", "-", "--model", "no/such-model-anywhere", stdin=lines_of(ROWS).encode())
     assert done.code == 1
-    assert "read as text without --format: has no column 'sentence_bad'" in done.err
+    assert "is read as text, which has one column, not 'sentence_good', 'sentence_bad'" in done.err

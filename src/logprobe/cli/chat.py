@@ -16,7 +16,7 @@ from logprobe.cli.options import ModelFlags
 from logprobe.cli.rows import token_rows
 from logprobe.cli.shade import CompletionPrinter, can_shade, legend
 from logprobe.cli.tables import console
-from logprobe.errors import LogprobeError
+from logprobe.errors import InputError, LogprobeError
 from logprobe.sampling import SamplingParams
 from logprobe.text.chat import read_messages
 
@@ -191,12 +191,20 @@ def _summary(total: float, count: int) -> str:
 
 
 def _next_line(*, is_interactive: bool) -> str | None:
-    """Return the next line of input, or None at the end of input, at an empty line or at `/quit`."""
+    """Return the next line of input, or None at the end of input, at an empty line or at `/quit`.
+
+    Raises:
+        InputError: the line is not UTF-8.
+    """
     while True:
         try:
             line = input(PROMPT if is_interactive else "").strip()
+            line.encode()  # in some locales Python reads an invalid byte as a surrogate
         except EOFError:
             return None
+        except UnicodeError as error:
+            remedy = "convert it first, for example with iconv -t UTF-8"
+            raise InputError(f"standard input: is not UTF-8 text; {remedy}") from error
         except KeyboardInterrupt:
             if not is_interactive:
                 raise

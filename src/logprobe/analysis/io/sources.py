@@ -362,7 +362,10 @@ def _check_columns(name: str, columns: Sequence[str], known: Sequence[str]) -> N
 
 def _check_txt(source: Source, columns: Sequence[str]) -> None:
     """Raise `InputError` if there is more than one column: a txt file has one column, under any name."""
-    _check_columns(f"{source.name}, read as text without --format", columns, columns[:1])
+    if len(columns) > 1:
+        names = ", ".join(map(repr, columns))
+        remedy = "use a .jsonl, .csv or .parquet file, or --format jsonl or csv"
+        raise InputError(f"{source.name}: is read as text, which has one column, not {names}; {remedy}")
 
 
 def _jsonl_columns(source: Source) -> Sequence[str] | None:
