@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import signal
 import socket
@@ -125,6 +126,30 @@ def test_a_body_that_is_too_large_is_refused(new_server: Any) -> None:
         reply = server.post("/v1/completions", prompt="a" * 2000)
         assert reply.status_code == 413
         assert reply.json()["error"]["code"] == "body_too_large"
+
+
+@pytest.mark.parametrize(
+    ("encodings", "status"),
+    [
+        (["gzip"], 415),
+        (["br"], 415),
+        (["identity, GZIP"], 415),
+        (["identity", "zstd"], 415),
+        (["Identity"], 200),
+        ([""], 200),
+    ],
+)
+def test_a_compressed_body_is_refused(server: Any, encodings: list[str], status: int) -> None:
+    body = b'{"prompt": "a", "max_tokens": 1}'
+    data = gzip.compress(body) if encodings == ["gzip"] else body
+    headers = [("Content-Type", "application/json"), *(("Content-Encoding", name) for name in encodings)]
+    reply = httpx.post(f"{server.url}/v1/completions", content=data, headers=headers, timeout=PATIENCE_S)
+    assert reply.status_code == status, reply.text
+    if status == 415:
+        error = reply.json()["error"]
+        assert error["code"] == "unsupported_content_encoding"
+        assert "Content-Encoding" in error["message"]
+        assert reply.headers["accept-encoding"] == "identity"
 
 
 @pytest.mark.parametrize("settings", [{"max_waiting": 0}, {"wait_timeout_s": 0.05}])

@@ -108,6 +108,19 @@ def test_each_name_is_answered_by_its_own_model(
         assert len(ids[0]) == len(ids[1]) + 1  # the Llama's tokenizer adds BOS
 
 
+@pytest.mark.parametrize("further", [{}, {"other": {}}])
+def test_a_get_of_an_unknown_model_is_a_404(serve_several: Any, further: Any) -> None:
+    paths = ("/v1/tokenizer", "/tokenizer_info", "/v1/capabilities", "/v1/logits_processors", "/server_info")
+    with serve_several(further) as server:
+        for path in paths:
+            refused = httpx.get(f"{server.url}{path}?model=nobody", timeout=PATIENCE_S)
+            error = refused.json()["error"]
+            assert (refused.status_code, error["param"], error["code"]) == (404, "model", "model_not_found")
+            assert httpx.head(f"{server.url}{path}?model=nobody", timeout=PATIENCE_S).status_code == 404
+            for name in ("base", "default", *further):
+                assert server.get(f"{path}?model={name}")
+
+
 def test_every_name_of_a_further_model_is_listed_asleep_and_loaded(serve_several: Any) -> None:
     with serve_several({"other": {"served_model_name": ("o1", "o2")}}, served_model_name=("b1",)) as server:
         first, further = dict.fromkeys(("base", "b1"), "loaded"), ("other", "o1", "o2")
@@ -238,7 +251,8 @@ def test_lora_weights_name_their_model(
     key = "an-operators-own-key"
     with serve_several(further, operator_key=(key,)) as server:
         base = numbers(server.ask())
-        adapted = numbers(server.ask(model="wide"))  # loads the model
+        assert server.get("/v1/capabilities?model=wide")  # loads the model
+        adapted = numbers(server.ask(model="wide"))
         assert adapted != base
         assert numbers(server.ask(model="twin", lora="wide")) == adapted
         assert numbers(server.ask(lora="wide")) == adapted

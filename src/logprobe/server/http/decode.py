@@ -11,7 +11,7 @@ import msgspec
 from starlette.requests import ClientDisconnect
 
 from logprobe.engine.forward.process_memory import return_freed_of_thread
-from logprobe.errors import ParameterError
+from logprobe.errors import ParameterError, shortened
 from logprobe.server.http.errors import ApiError, ClientGoneError, bad_request, drop_tracebacks
 from logprobe.server.http.gate import CALL
 from logprobe.server.http.workers import QUICK_BYTES, is_bounded
@@ -25,7 +25,7 @@ from logprobe.server.openai.ignored_fields import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from starlette.requests import Request as HttpRequest
 
@@ -54,12 +54,13 @@ async def read(
     decoded again.
 
     Raises:
-        ApiError: 415 (wrong media type), 413 (body too large), 408 (body too slow), 400 (invalid JSON; an
-            unknown, missing or mistyped field; or a limit exceeded), 429 (server full) or 503 (server or
-            engine stopped while the request waited).
+        ApiError: 415 (wrong media type, or compressed), 413 (body too large), 408 (body too slow), 400
+            (invalid JSON; an unknown, missing or mistyped field; or a limit exceeded), 429 (server full) or
+            503 (server or engine stopped while the request waited).
         ClientGoneError: the client disconnected.
     """
     check_media_type(request.headers.get("content-type"))
+    check_encoding(request.headers.getlist("content-encoding"))
     data = await read_bytes(request, service.settings)
 
     def read_large() -> T:
@@ -95,6 +96,20 @@ def check_media_type(media_type: str | None) -> None:
     """
     if (media_type or "").partition(";")[0].strip().lower() != "application/json":
         raise ApiError(415, "the Content-Type must be application/json", code="unsupported_media_type")
+
+
+def check_encoding(values: Sequence[str]) -> None:
+    """Reject a compressed body, given the values of its Content-Encoding headers.
+
+    Raises:
+        ApiError: 415 if an encoding is not `identity`.
+    """
+    encodings = {name.strip().lower() for value in values for name in value.split(",")}
+    if not encodings <= {"", "identity"}:
+        name = shortened(", ".join(values))
+        message = f"Content-Encoding: {name!r} is not supported; send the body uncompressed"
+        headers = {"Accept-Encoding": "identity"}
+        raise ApiError(415, message, code="unsupported_content_encoding", headers=headers)
 
 
 async def read_bytes(request: HttpRequest, settings: ServerSettings) -> bytes:

@@ -97,6 +97,8 @@ def endpoint(path: str, handler: Handler, models: Models, keys: Keys | OperatorK
                 resources.enter_context(in_progress.hold(caller))
                 service = await models.enter(request, caller)
                 resources.callback(models.leave, service)
+                if request.method != "POST":  # the route of a POST checks its body's name
+                    service.check_model(request.query_params.get("model"))
             scoped = service.for_one_request(caller, call)
             resources.callback(scoped.release)
             response = await handler(request, scoped)
