@@ -239,6 +239,39 @@ def test_tokens_and_bytes_of_logprobs_are_limited(new_server: Any, settings: Any
         assert server.post("/v1/completions", prompt="a", max_tokens=2).status_code == 200
 
 
+MANY = 10**12
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": "a", "max_tokens": MANY}, "max_tokens"),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 20, "n": 3}, "max_tokens"),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 2, "n": 40}, "n"),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 2, "best_of": 40}, "best_of"),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 0, "echo": True, "n": 100}, "n"),
+        ("/v1/completions", {"prompt": [5] * 60, "max_tokens": 1}, None),
+        ("/v1/chat/completions", {"max_tokens": MANY}, "max_tokens"),
+        ("/v1/chat/completions", {"max_completion_tokens": MANY}, "max_completion_tokens"),
+        ("/v1/chat/completions", {"max_tokens": MANY, "max_completion_tokens": MANY}, "max_tokens"),
+        ("/v1/responses", {"input": "a", "max_output_tokens": MANY}, "max_output_tokens"),
+        ("/v1/uncertainty", {"input": "a", "n": 2, "max_tokens": MANY}, "max_tokens"),
+        ("/v1/loglikelihood", {"context": [5], "continuations": [[5] * 60]}, None),
+    ],
+)
+def test_a_request_beyond_a_limit_names_the_field_that_makes_it_large(
+    new_server: Any, path: str, body: dict[str, Any], param: str | None
+) -> None:
+    if path.startswith("/v1/chat"):
+        body = {"messages": [{"role": "user", "content": "a"}], **body}
+    with new_server(max_tokens_in_flight=50, max_requests=64) as server:
+        reply = server.post(path, **body)
+        assert reply.status_code == 400, reply.text
+        error = reply.json()["error"]
+        assert error["param"] == param, error
+        assert error["message"].startswith(f"{param}: the request" if param else "the request"), error
+
+
 def test_a_prompt_counts_once_for_each_choice_that_begins_with_it(new_server: Any) -> None:
     with new_server(max_logprob_bytes=100_000) as server:
         body = {"prompt": [5] * 100, "max_tokens": 1, "logprobs": 0, "echo": True}

@@ -346,18 +346,19 @@ class Limits:
         self._queues: dict[str, deque[_Waiter]] = {}  # by caller, next turn first; no empty queues
         self._lock = runtime.Lock()
 
-    def admit(self, cost: Cost, caller: str = "") -> Ticket:
+    def admit(self, cost: Cost, caller: str = "", requests: Sequence[Request] = ()) -> Ticket:
         """Reserve capacity for a caller.
 
         Raises:
-            ApiError: 400 if the cost alone exceeds a limit.
+            ApiError: 400 if the cost alone exceeds a limit; it names the parameter of `requests` that causes
+                most of the cost, if there is one.
             NoRoomError: the free capacity is too small, or earlier requests from the caller are waiting.
         """
         for name, (limit, most) in self._max.items():
             amount = getattr(cost, name)
             if amount > most:
                 raise bad_request(
-                    None,
+                    _main_parameter(name, amount, requests),
                     f"the request may need {amount} {UNITS[name]}, but the server allows {most} ({limit}); "
                     "send a smaller request, or raise the limit",
                 )
@@ -473,6 +474,20 @@ class InProgress:
             self._by_caller[caller] -= 1
             if not self._by_caller[caller]:
                 del self._by_caller[caller]
+
+
+def _main_parameter(resource: str, amount: int, requests: Sequence[Request]) -> str | None:
+    """Return the parameter that causes most of the use of a resource, or None (such as for long prompts)."""
+    if not requests or resource == "logprob_bytes":  # which depends on more parameters
+        return None
+    params = requests[0].params  # all requests of a reply have the same number of samples
+    of_samples = "best_of" if params.best_of else "n"
+    if resource == "requests":
+        return of_samples if params.num_samples > 1 else None
+    num_generated = sum(request.params.num_samples * request.params.max_tokens for request in requests)
+    if 2 * num_generated <= amount:
+        return None
+    return "max_tokens" if params.max_tokens >= params.num_samples else of_samples
 
 
 def _max_for(most: int, holds: int) -> int:

@@ -253,7 +253,7 @@ class Service:
             if cost == self._awaited:
                 return
             self.release()  # the cost has changed while waiting, for example with the weights
-        self._tickets.append(self.limits.admit(cost, self.caller))
+        self._tickets.append(self.limits.admit(cost, self.caller, requests))
 
     @property
     def has_waited(self) -> bool:

@@ -317,7 +317,10 @@ def structured_format(body: GenerationBody) -> dict[str, Any] | None:
 
 @contextmanager
 def named_as_asked(body: GenerationBody | ResponsesBody, *, is_call: bool = False) -> Iterator[None]:
-    """Make errors about `response_format` name the body field that set it (`tools` for tool calls)."""
+    """Make errors about `response_format` and `max_tokens` name the body field that set them.
+
+    For tool calls, `tools` sets `response_format`.
+    """
     try:
         yield
     except (ParameterError, ApiError) as error:
@@ -325,9 +328,20 @@ def named_as_asked(body: GenerationBody | ResponsesBody, *, is_call: bool = Fals
         if isinstance(error, ConflictingParametersError) and field is not None:
             raise as_api_error(error, {"response_format": field}) from error
         refusal = as_api_error(error)
-        if refusal.param != "response_format" or field is None:
+        fields = {"response_format": field, "max_tokens": _max_tokens_field(body)}
+        field = fields.get(refusal.param or "")
+        if field is None:
             raise
         raise refusal.at(field) from error
+
+
+def _max_tokens_field(body: GenerationBody | ResponsesBody) -> str | None:
+    """Return the field that set the number of tokens, or None if it was `max_tokens` or no field."""
+    if isinstance(body, ResponsesBody):
+        return "max_output_tokens"
+    names = ("max_tokens", "max_completion_tokens")
+    given = [name for name in names if getattr(body, name, None) is not None]
+    return "max_completion_tokens" if given == ["max_completion_tokens"] else None
 
 
 def _form_field(body: GenerationBody | ResponsesBody) -> str | None:
