@@ -209,7 +209,9 @@ def test_of_a_route_that_waits_a_bound_is_in_progress_until_it_is_sent(server: A
     """An open route does no work, and always replies."""
     models: Any = copy.copy(server.service.models)
     models.settings = dataclasses.replace(models.settings, max_requests=2, max_waiting=0)
-    request: Any = SimpleNamespace(headers={}, client=None, method="GET", scope={CALL: Call("")})
+    request: Any = SimpleNamespace(
+        headers={}, query_params={}, client=None, method="GET", scope={CALL: Call("")}
+    )
 
     async def run() -> None:
         may_end = asyncio.Event()
@@ -247,7 +249,9 @@ def test_a_replys_bytes_count_until_it_is_sent(server: Any) -> None:
     service.limits = Limits(dataclasses.replace(service.settings, max_logprob_bytes=250_000))
     models: Any = copy.copy(service.models)
     models.first = service
-    request: Any = SimpleNamespace(headers={}, client=None, method="GET", scope={CALL: Call("")})
+    request: Any = SimpleNamespace(
+        headers={}, query_params={}, client=None, method="GET", scope={CALL: Call("")}
+    )
 
     async def little(*_: Any) -> Response:
         return Response(b"ok")
