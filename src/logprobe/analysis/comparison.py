@@ -351,7 +351,7 @@ def sequences(models: Sequence[Scorer], texts: str | Iterable[str], bos: bool | 
     """Yield the tokens of each text; texts without a token to score are left out.
 
     Args:
-        models: models with the same tokenizer, all of which will score the tokens.
+        models: models with the same tokenizer; each scores the tokens.
         texts: one or more texts.
         bos: see `compare`.
 

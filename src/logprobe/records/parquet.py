@@ -155,7 +155,7 @@ class ParquetWriter:
         is_open, is_new = not self._sink.closed, request_id not in self._request_ids
         require(is_open, "request_id", f"{request_id!r} is written after close(); open another file for it")
         require(
-            is_new, "request_id", f"{request_id!r} was written before; give every record an id of its own"
+            is_new, "request_id", f"{request_id!r} was written before; use a different id for each record"
         )
         if not self._request_ids and not self._is_info_given:
             self._info = record.info

@@ -459,7 +459,7 @@ class Scheduler:
                 room -= len(drafts)
 
     def _drafts_of(self, samples: list[Sample], room: int, num_rows: int) -> dict[Sample, list[int]]:
-        """Return at most `room` drafts of the samples' next tokens: from repetitions or the draft model."""
+        """Return at most `room` draft tokens for the samples, from repetitions or from the draft model."""
         made: dict[Sample, list[int]] = {}
         least, others = least_chance(num_rows), {}
         for sample in samples:
