@@ -27,6 +27,7 @@ typedef struct {
   int64_t num_rows, width, num_inputs, num_outputs;  // num_inputs: width rounded up to whole blocks
   int64_t panel_bytes, item_panels, block_rows, form, activation;
   int64_t num_threads;  // that share the items of one block, at least 1
+  int64_t has_tiles;    // logprobe_products_bf16x3: use the processor's tiles, not emulated ones
   double factor;  // multiplies the result before the residual is added
 } ProductArgs;
 
@@ -122,6 +123,7 @@ void logprobe_extract(void *args);
 void logprobe_gate(void *args);
 void logprobe_norm(void *args);
 void logprobe_products(void *args);
+void logprobe_products_bf16x3(void *args);  // not on Arm; the same bits with and without tiles
 void logprobe_rotary(void *args);
 void logprobe_softcap(void *args);
 
@@ -134,5 +136,6 @@ typedef struct {
 // Run the stages in order on up to `num_threads` threads; return 0, or -1 if memory cannot be allocated.
 int logprobe_run(Stage *stages, int64_t num_stages, int64_t num_threads);
 
+int logprobe_has_tiles(void);            // 1 if this process can use AMX tiles for bfloat16, else 0
 int logprobe_can_run(void);              // 1 if this processor has the variant's instructions, else 0
 const char *logprobe_compiler(void);     // name and version of the compiler

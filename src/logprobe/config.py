@@ -214,10 +214,11 @@ class LoadConfig:
             that represents them exactly, and converts them to float32 during computation. `plain` uses
             transformers' own modules. `auto` is `checkpoint` if the logits are float32 and either the CPU has
             native kernels or the GPU decoder can run the model, else `plain`.
-        arithmetic: how products with weights are computed. On a CPU `fma` (float32 fused multiply-adds). On a
-            GPU `bf16x3` (each float32 activation is split into three bfloat16 numbers for the tensor cores;
-            as accurate as float32) or `bf16` (activations are rounded to bfloat16; faster for long prompts,
-            less accurate). `auto`: `fma` on a CPU, `bf16x3` on a GPU.
+        arithmetic: how products with weights are computed. `fma`: float32 fused multiply-adds (CPUs).
+            `bf16x3`: each float32 activation is split into three bfloat16 numbers, for the tensor cores of a
+            GPU or the AMX units of an x86-64 CPU; as accurate as float32. CPUs without AMX emulate it: the
+            same bits, but slower than `fma`. `bf16`: activations are rounded to bfloat16 (GPUs); faster for
+            long prompts, less accurate. `auto`: `fma` on a CPU, `bf16x3` on a GPU.
     """
 
     weights: Weights = "auto"

@@ -114,9 +114,9 @@ class EngineFlags(LoadFlags):
         Literal["auto", "fma", "bf16x3", "bf16"],
         _model(
             help="Matrix products. fma: float32 fused multiply-adds (on a CPU). bf16x3: each float32 "
-            "activation as three bfloat16 numbers on tensor cores, as accurate as float32. bf16: activations "
-            "rounded to bfloat16, faster for long prompts, less accurate. auto: fma on a CPU, bf16x3 on a "
-            "GPU."
+            "activation as three bfloat16 numbers on tensor cores, or on a CPU with AMX, as accurate as "
+            "float32. bf16: activations rounded to bfloat16 (on a GPU), faster for long prompts, less "
+            "accurate. auto: fma on a CPU, bf16x3 on a GPU."
         ),
     ] = "auto"
     kv_cache_dtype: Annotated[

@@ -37,6 +37,12 @@ def native_library() -> Library | None:
         return None
 
 
+def cpu_arithmetics() -> tuple[str, ...]:
+    """Return the arithmetics of matrix products that the native library has on this processor."""
+    found = native_library()
+    return ("fma",) if found is None or found.variant == "neon" else ("fma", "bf16x3")
+
+
 def kernel_of(device_type: str) -> str:
     """Return the kernel implementation for a device type: 'native', 'triton' or 'torch'."""
     if device_type == "cpu":

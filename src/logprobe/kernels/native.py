@@ -42,6 +42,11 @@ class Library:
         return bool(self.functions.logprobe_can_run())
 
     @functools.cached_property
+    def has_tiles(self) -> bool:
+        """True if this process can use AMX tiles for bfloat16; the first read requests Linux's permission."""
+        return bool(self.functions.logprobe_has_tiles())
+
+    @functools.cached_property
     def digest(self) -> str:
         """First 16 hex digits of the SHA-256 of the library file."""
         return hashlib.sha256(self.path.read_bytes()).hexdigest()[:16]

@@ -34,7 +34,8 @@ class LogprobsInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     logprobe_version: str | None = None  # versions of the package and of its native library
     weights: str | None = None  # weight layout, such as "checkpoint"
     # How matrix products are computed. "fma": float32 fused multiply-adds in the native library, with
-    # bit-identical results in all of its variants. "torch": torch's matmul. None: another engine.
+    # bit-identical results in all of its variants. "bf16x3": of three bfloat16 numbers for each activation.
+    # "bf16": of activations rounded to bfloat16. "torch": torch's matmul. None: another engine.
     arithmetic: str | None = None
     weight_version: str | None = None  # a name chosen by the caller, or a digest or commit with its kind
     quantization: str | None = None  # of the checkpoint, such as "Q4_1"; None if it is not quantized

@@ -80,7 +80,11 @@ def make_ready(
     if weights == "plain":
         why_plain = "plain weights were requested"
     store = LoadStore.of(files) if why_plain is None and state is None else None
-    if store is not None and (ready := recalled(files, store)) is not None:
+    if arithmetic == "auto":
+        arithmetic = "fma"
+    elif arithmetic != "fma" and why_plain is not None:
+        raise ParameterError("arithmetic", f"{arithmetic} is not available: {why_plain}; leave it out")
+    if store is not None and (ready := recalled(files, store, arithmetic)) is not None:
         return ready
     if device == "cpu" and state is None:
         check_memory(files.name, weight_bytes(files.folder))
@@ -88,10 +92,10 @@ def make_ready(
         if has_transformers():
             with quiet_imports():
                 from logprobe.engine.forward.torch.transformers_ready import load_with_transformers
-            return load_with_transformers(files, dtype, device, state, store, why_plain, progress)
+            return load_with_transformers(files, dtype, device, state, store, why_plain, arithmetic, progress)
         if why_plain is not None:
             raise UnsupportedModelError(f"{files.name}: {why_plain}; {NEEDS_TRANSFORMERS}")
-        return _proven_by_reference(files, state, store, progress)
+        return _proven_by_reference(files, state, store, arithmetic, progress)
 
 
 def _why_plain(dtype: str, device: str) -> str | None:
@@ -104,7 +108,7 @@ def _why_plain(dtype: str, device: str) -> str | None:
 
 
 def _proven_by_reference(
-    files: ModelFiles, state: State | None, store: LoadStore | None, progress: LoadProgress
+    files: ModelFiles, state: State | None, store: LoadStore | None, arithmetic: str, progress: LoadProgress
 ) -> ReadyModel:
     """Load a model with the native decoder, verified against `engine.forward.reference`.
 
@@ -128,7 +132,7 @@ def _proven_by_reference(
         ids = config.eos_token_ids | read_generation_config(files.folder).eos_token_ids
         proof = ReferenceProof(model, eos_token_ids=ids)
         progress.say("packing")
-        panels = panels_of(model.matrices(), model.source, store)
+        panels = panels_of(model.matrices(), model.source, store, arithmetic)
         progress.say("verifying")
         decoder = native_decoder(model.spec, model.source.shapes.keys(), model.vectors(), proof, panels)
     if isinstance(decoder, str):

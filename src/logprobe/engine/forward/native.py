@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -23,6 +24,8 @@ from logprobe.engine.forward.system_limits import default_kv_bytes
 from logprobe.engine.protocol import ModelShape
 from logprobe.errors import EngineClosedError, ParameterError, require
 from logprobe.kernels.arrays import as_array
+from logprobe.kernels.info import cpu_arithmetics
+from logprobe.kernels.native import library
 from logprobe.models import load_config, load_model
 from logprobe.models.given import is_copy
 from logprobe.models.loading import check_transformers, load_state
@@ -44,6 +47,8 @@ if TYPE_CHECKING:
 
 GPU_SHARE = 0.7  # keys, values and hidden states get this share of the GPU memory left after loading
 ITEM_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
+logger = logging.getLogger("logprobe")
+
 LONG_CONTEXT = 2048  # from this many context tokens, a chunk's scratch memory is returned to the system
 
 
@@ -342,9 +347,13 @@ def _reserve(kv_bytes: int) -> PagedMemory:
 
 def _check_arithmetic(config: EngineConfig, device: str) -> None:
     """Check that the device supports the requested arithmetic and KV dtype."""
-    known = ("auto", "fma") if device == "cpu" else ("auto", "bf16x3", "bf16")
+    known = ("auto", *cpu_arithmetics()) if device == "cpu" else ("auto", "bf16x3", "bf16")
     arithmetic, kv_dtype = config.load_config.arithmetic, config.cache_config.kv_cache_dtype
     what = f"{arithmetic} is not supported on {device}; use one of {', '.join(known)}"
     require(arithmetic in known, "arithmetic", what)
+    if device == "cpu" and arithmetic == "bf16x3" and not library().has_tiles:
+        logger.warning(
+            "arithmetic bf16x3: no AMX, so products are emulated: the same bits, but slower than with fma"
+        )
     has_dtype = device != "cpu" or kv_dtype == "float32"
     require(has_dtype, "kv_cache_dtype", f"{kv_dtype} is only supported on a GPU; use float32")

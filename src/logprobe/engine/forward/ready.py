@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -53,7 +53,7 @@ class ReadyModel:
 
 def stored_model(decoder: Decoder, proof: Proof, store: LoadStore | None) -> ReadyModel:
     """Return the model of a verified native decoder; if `store` is given, store a record for later loads."""
-    ready = ready_model(decoder, decoder.kv_shapes, proof, decoder.hidden_size)
+    ready = ready_model(decoder, decoder.kv_shapes, proof, decoder.hidden_size, arithmetic=decoder.arithmetic)
     if store is not None:
         record, tensors = _record(ready, proof)
         store.write_record(msgspec.json.encode(record).decode(), tensors)
@@ -61,20 +61,33 @@ def stored_model(decoder: Decoder, proof: Proof, store: LoadStore | None) -> Rea
 
 
 def panels_of(
-    matrices: Sequence[Matrix], source: Source, store: LoadStore | None
+    matrices: Sequence[Matrix], source: Source, store: LoadStore | None, arithmetic: str
 ) -> Mapping[str, PanelWeights]:
-    """Return the panels of matrices by name: read from `store`, or packed now and stored if possible."""
+    """Return the panels of matrices by name: read from `store`, or packed now and stored if possible.
+
+    Args:
+        matrices: the matrices.
+        source: where weights are read from.
+        store: cached files of the model.
+        arithmetic: of products with the panels, `fma` or `bf16x3`.
+    """
     from logprobe.engine.forward.cpu.linear import in_huge_pages, packed
 
     if store is not None:
         stored = store.panels()
         if all(any(name in stored for name in matrix.names) for matrix in matrices):
-            return stored
+            return _multiplied_by(arithmetic, stored)
         parts = [matrix.names for matrix in matrices]
         if stored := store.write_panels(parts, lambda start: packed(matrices[start:], source)):
-            return stored
+            return _multiplied_by(arithmetic, stored)
     made = zip(matrices, in_huge_pages(packed(matrices, source)), strict=True)
-    return {name: panels for matrix, panels in made for name in matrix.names}
+    return _multiplied_by(arithmetic, {name: panels for matrix, panels in made for name in matrix.names})
+
+
+def _multiplied_by(arithmetic: str, panels: Mapping[str, PanelWeights]) -> Mapping[str, PanelWeights]:
+    if arithmetic == "fma":
+        return panels
+    return {name: replace(one, arithmetic=arithmetic) for name, one in panels.items()}
 
 
 def ready_model(
@@ -141,13 +154,17 @@ def _record(ready: ReadyModel, proof: Proof) -> tuple[LoadRecord, Arrays]:
     return record, tensors
 
 
-def recalled(files: ModelFiles, store: LoadStore) -> ReadyModel | None:
-    """Load the model from the record of an earlier load; None if there is no record or logits differ."""
+def recalled(files: ModelFiles, store: LoadStore, arithmetic: str) -> ReadyModel | None:
+    """Load the model from the record of an earlier load; None if there is no record or logits differ.
+
+    The record holds for any `arithmetic` of products with weights.
+    """
     stored = store.record()
     if stored is None:
         return None
     text, tensors = stored
-    panels = store.panels(is_checked=False)  # the comparison of logits detects damage
+    # The comparison of logits detects damage.
+    panels = _multiplied_by(arithmetic, store.panels(is_checked=False))
     weights = {name: tensor for name, tensor in tensors.items() if not name.startswith("reference.")}
     try:
         record = msgspec.json.decode(text, type=LoadRecord)
@@ -165,7 +182,7 @@ def recalled(files: ModelFiles, store: LoadStore) -> ReadyModel | None:
         kv_shapes=decoder.kv_shapes,
         layout=Layout(
             weights="checkpoint",
-            arithmetic="fma",
+            arithmetic=arithmetic,
             num_layers=len(decoder.layers),
             why_transformers=None,
             rope_boundary=record.decoder.rope_boundary,

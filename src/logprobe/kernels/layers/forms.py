@@ -44,6 +44,7 @@ class PanelWeights:
     num_inputs: int
     data: Array  # uint8, the panels one after another
     bias: Array | None = None  # (outputs,) float32
+    arithmetic: str = "fma"  # of products with these weights, `fma` or `bf16x3`
 
     def __post_init__(self) -> None:
         """Convert CPU tensors to arrays that share their memory."""
@@ -89,7 +90,7 @@ class PanelWeights:
         biases = (None, None) if self.bias is None else np.split(self.bias, 2)
         data = np.split(self.data[: self.num_bytes], 2)
         first, second = (
-            PanelWeights(self.form, half, self.num_inputs, part, bias)
+            replace(self, num_outputs=half, data=part, bias=bias)
             for part, bias in zip(data, biases, strict=True)
         )
         return first, second
@@ -109,7 +110,7 @@ class PanelWeights:
             bias = np.concatenate([_bias_of(part) for part in parts])
         num_outputs = sum(part.num_outputs for part in parts)
         data = _end_to_end([part.data for part in parts])
-        return PanelWeights(self.form, num_outputs, self.num_inputs, data, bias)
+        return replace(self, num_outputs=num_outputs, data=data, bias=bias)
 
 
 def address_of(array: Array) -> int:

@@ -8,6 +8,9 @@ other rows, nor on the number of threads, nor on the weight format. With few row
 float32 in registers. With more rows, a piece of the weights at a time is converted into the L1 cache, where
 all rows read it. Many rows are split into blocks, and each thread works on one block for as long as possible.
 With a single block, each thread works on a run of panels, because memory is read faster in long runs.
+
+With the arithmetic `bf16x3`, each activation is split into three bfloat16 numbers, which the matrix units of
+the processor multiply (Intel AMX). The order of sums is another, but the same for any number of rows, too.
 """
 
 from __future__ import annotations
@@ -16,8 +19,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from logprobe.kernels import threads
-from logprobe.kernels.layers.layout import FORM_NUMBERS, PANEL, TILE_ROWS
+from logprobe.kernels.layers.layout import FLOAT16, FLOAT32, FORM_NUMBERS, PANEL, TILE_ROWS
 from logprobe.kernels.layers.rows import ACTIVATIONS
+from logprobe.kernels.native import library
 from logprobe.kernels.stages import Stage, items_for_threads
 
 if TYPE_CHECKING:
@@ -58,8 +62,10 @@ def panel_stage(x: Array, weights: PanelWeights, out: Array, finish: Finish = PL
     items = -(-num_panels // item_panels)
     num_rows, padded = len(x), weights.padded_inputs
     num_blocks = _num_blocks(num_rows, padded, items)
+    # Other floats would need more than three products of bfloat16 numbers.
+    has_pieces = weights.arithmetic == "bf16x3" and weights.form not in {FLOAT32, FLOAT16}
     return Stage(
-        "products",
+        "products_bf16x3" if has_pieces else "products",
         "ProductArgs",
         num_items=items * num_blocks,
         x=x,
@@ -80,6 +86,7 @@ def panel_stage(x: Array, weights: PanelWeights, out: Array, finish: Finish = PL
         activation=ACTIVATIONS[finish.activation],
         factor=finish.factor,
         num_threads=threads.num_threads(),
+        has_tiles=has_pieces and library().has_tiles,
     )
 
 

@@ -25,7 +25,7 @@ from logprobe.engine.forward.cpu.linear import (
     split_columns,
     state_of,
 )
-from logprobe.engine.forward.cpu.lora import LoraRows
+from logprobe.engine.forward.cpu.lora import LoraRows, by_panels
 from logprobe.engine.forward.families import FAMILIES
 from logprobe.engine.forward.kv_cache import KVPool
 from logprobe.errors import UnsupportedModelError
@@ -154,11 +154,12 @@ class Decoder:
         self.spec, self.family = spec, FAMILIES[spec.family]
         self.tensors, self._panels = dict(tensors), panels
         self.device = "cpu"
-        self.loras = LoraRows()
         self.names = {f"{spec.head}.weight"}  # tensors of transformers' module that this decoder uses
         self.launches: Launches | None = None  # recorded steps with few rows; set by `record_on`
         self.embedding_name = f"{spec.path}.{self.family.embedding}"
         self.embedding = self._panels_of(self.embedding_name)
+        self.arithmetic = self.embedding.arithmetic  # of products with weights, `fma` or `bf16x3`
+        self.loras = LoraRows(partial(by_panels, arithmetic=self.arithmetic))
         self.positions = (
             None if self.family.positions is None else self._panels_of(f"{spec.path}.{self.family.positions}")
         )

@@ -8,6 +8,7 @@ for decoders that compute with torch tensors.
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -27,10 +28,10 @@ Groups: TypeAlias = "list[tuple[LoraWeights, Any]]"
 MAX_OF_A_THREAD = 1 << 18  # up to this many multiply-adds, one thread is faster than several
 
 
-def by_panels(part: Dense | LowRank, x: Array) -> Array:
+def by_panels(part: Dense | LowRank, x: Array, arithmetic: str = "fma") -> Array:
     """Multiply `x` (M, inputs) by the matrices of `part`; return (M, outputs) float32.
 
-    A row's bits do not depend on the other rows.
+    A row's bits do not depend on the other rows. `arithmetic` is `fma` or `bf16x3`.
     """
     num_rows = len(x)
     if not part.panels:
@@ -38,7 +39,8 @@ def by_panels(part: Dense | LowRank, x: Array) -> Array:
     for panels in part.panels:
         out = np.empty((num_rows, panels.num_outputs), np.float32)
         is_small = num_rows * panels.num_inputs * panels.num_outputs <= MAX_OF_A_THREAD
-        panel_stage(x, panels, out).run(num_threads=1 if is_small else None)
+        stage = panel_stage(x, replace(panels, arithmetic=arithmetic), out)
+        stage.run(num_threads=1 if is_small else None)
         x = out
     return x
 
@@ -50,7 +52,7 @@ class LoraRows:
     code is the same for NumPy arrays and torch tensors.
     """
 
-    def __init__(self, multiply: Callable[[Dense | LowRank, Any], Any] = by_panels) -> None:
+    def __init__(self, multiply: Callable[[Dense | LowRank, Any], Any]) -> None:
         """Create an instance without LoRA weights; `multiply` multiplies rows with matrices."""
         self.groups: Groups = []
         self._multiply = multiply

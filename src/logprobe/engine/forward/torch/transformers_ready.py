@@ -43,6 +43,7 @@ def load_with_transformers(
     state: State | None,
     store: LoadStore | None,
     why_plain: str | None,
+    arithmetic: str,
     progress: LoadProgress,
 ) -> ReadyModel:
     """Load a model and verify it against transformers.
@@ -54,6 +55,7 @@ def load_with_transformers(
         state: weights to use instead of those in `files`, by parameter name.
         store: cached files of the model; None: nothing is stored.
         why_plain: why the native decoder and weight panels cannot be used; None if they can.
+        arithmetic: of products with weight panels, `fma` or `bf16x3`.
         progress: progress bar.
 
     Raises:
@@ -69,7 +71,7 @@ def load_with_transformers(
         def prove() -> ReadyModel:
             with torch.inference_mode():
                 proof = TransformersProof(model)
-                return _proven(files, model, proof, store, why_plain, progress)
+                return _proven(files, model, proof, store, why_plain, arithmetic, progress)
 
         ready: ReadyModel = refusing(model.module, prove)
     return ready
@@ -135,6 +137,7 @@ def _proven(
     proof: TransformersProof,
     store: LoadStore | None,
     why_plain: str | None,
+    arithmetic: str,
     progress: LoadProgress,
 ) -> ReadyModel:
     """Return the native decoder, verified against transformers, or else the verified transformers decoder.
@@ -142,12 +145,12 @@ def _proven(
     The latter is used if the native decoder does not support the model, or if its logits differ.
     """
     if why_plain is not None:
-        return _transformers_decoder(model, proof, {}, why_plain)
+        return _transformers_decoder(model, proof, {}, why_plain, "torch")
     module = model.module
     spec = described(module, proof)
     progress.say("packing")
     matrices = matrices_of(module, with_experts=not isinstance(spec, str))
-    panels = panels_of(matrices, model.source, store)
+    panels = panels_of(matrices, model.source, store, arithmetic)
     progress.say("verifying")
     decoder = (
         spec
@@ -156,12 +159,16 @@ def _proven(
     )
     if isinstance(decoder, str):
         logger.info("%s: using the transformers decoder: %s", files.name, decoder)
-        return _transformers_decoder(model, proof, panels, decoder)
+        return _transformers_decoder(model, proof, panels, decoder, arithmetic if panels else "torch")
     return stored_model(decoder, proof, store)
 
 
 def _transformers_decoder(
-    model: LazyModel, proof: TransformersProof, panels: Mapping[str, PanelWeights], reason: str
+    model: LazyModel,
+    proof: TransformersProof,
+    panels: Mapping[str, PanelWeights],
+    reason: str,
+    arithmetic: str,
 ) -> ReadyModel:
     module = model.module
     if proof.rope_boundary is not None:
@@ -176,5 +183,5 @@ def _transformers_decoder(
         proof,
         decoder.hidden_size,
         why_transformers=reason,
-        arithmetic="fma" if panels else "torch",
+        arithmetic=arithmetic,
     )
