@@ -75,12 +75,11 @@ def spread_out(model: Any) -> None:
         torch.nn.init.normal_(weight, mean=float("norm" in name and "bias" not in name), std=0.2)
 
 
-def loaded(folder: Path, weights: Any = "checkpoint") -> NativeForward:
+def loaded(folder: Path, weights: Any = "checkpoint", arithmetic: Any = "auto") -> NativeForward:
     """Load the forward pass of a folder's model."""
     name = str(folder)
-    return NativeForward(
-        EngineConfig(model=name, weights=weights, kv_cache_memory_bytes=1 << 22), resolve(name)
-    )
+    settings: dict[str, Any] = {"weights": weights, "arithmetic": arithmetic}
+    return NativeForward(EngineConfig(model=name, kv_cache_memory_bytes=1 << 22, **settings), resolve(name))
 
 
 def hidden(forward: NativeForward, prompts: list[Any], *, split: int, loras: Any = None) -> Any:

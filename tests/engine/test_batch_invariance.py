@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from logprobe import LLM, SamplingParams
 from logprobe.errors import ParameterError
+from logprobe.kernels.info import cpu_arithmetics
 from refusals import raises
 
 if TYPE_CHECKING:
@@ -16,18 +19,36 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 CONTEXT = 120
+ARITHMETICS = cpu_arithmetics()
 
 
-@pytest.fixture(scope="module", params=[16, 33, 128])
+@pytest.fixture(scope="module")
+def bfloat16_folder(tiny_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with weights that bfloat16 represents exactly."""
+    folder = tmp_path_factory.mktemp("bfloat16")
+    shutil.copytree(tiny_model_folder, folder, dirs_exist_ok=True)
+    for path in folder.glob("*.safetensors"):
+        weights = load_file(path)
+        for name, weight in weights.items():
+            weights[name] = (weight.astype(np.float32).view(np.uint32) & 0xFFFF0000).view(np.float32)
+        save_file(weights, path, metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(
+    scope="module", params=[(tokens, arithmetic) for arithmetic in ARITHMETICS for tokens in (16, 33, 128)]
+)
 def llm(
-    request: pytest.FixtureRequest, tiny_model_folder: Path, adapter_folders: dict[str, Path]
+    request: pytest.FixtureRequest, bfloat16_folder: Path, adapter_folders: dict[str, Path]
 ) -> Iterator[LLM]:
+    num_tokens, arithmetic = request.param
     settings: dict[str, Any] = {
-        "max_num_batched_tokens": request.param,
+        "max_num_batched_tokens": num_tokens,
+        "arithmetic": arithmetic,
         "kv_cache_memory_bytes": 1 << 21,
         "max_num_seqs": 16,
     }
-    with LLM(str(tiny_model_folder), **settings) as opened:
+    with LLM(str(bfloat16_folder), **settings) as opened:
         opened.add_lora("wide", adapter_folders["wide"])
         yield opened
 
@@ -41,7 +62,7 @@ def prompts(tiny_llm: LLM) -> list[list[int]]:
     ]
 
 
-WANTED: dict[tuple[int, str | None], bytes] = {}
+WANTED: dict[tuple[int, str | None, str | None], bytes] = {}
 
 
 def bits(record: Any) -> bytes:
@@ -65,7 +86,8 @@ def test_a_prompts_bits_are_those_of_every_cut_alone_and_among_others(
         alone.append(bits(one.prompt_logprobs[1:]))  # type: ignore[index]
     assert together == kept == alone
     for number, found in enumerate(alone):
-        assert WANTED.setdefault((number, lora), found) == found, "another engine cuts it otherwise"
+        case = number, lora, one.prompt_logprobs.info.arithmetic  # type: ignore[union-attr]
+        assert WANTED.setdefault(case, found) == found, "another engine cuts it otherwise"
 
 
 @pytest.mark.parametrize("lora", [None, "wide"])
@@ -103,25 +125,48 @@ def test_a_model_whose_bits_depend_on_the_batch_is_refused(tiny_model_folder: Pa
         LLM(str(tiny_model_folder), weights="plain", batch_invariant=True, kv_cache_memory_bytes=1 << 20)
 
 
+def test_every_arithmetic_has_bits_of_its_own(bfloat16_folder: Path, prompts: list[list[int]]) -> None:
+    params = SamplingParams(max_tokens=0, prompt_logprobs=5)
+    found = []
+    for arithmetic in ARITHMETICS:
+        settings: dict[str, Any] = {"arithmetic": arithmetic, "kv_cache_memory_bytes": 1 << 21}
+        with LLM(str(bfloat16_folder), **settings) as opened:
+            record: Any = opened.generate([prompts[-1]], params)[0].prompt_logprobs
+        assert record.info.arithmetic == arithmetic
+        found.append(np.asarray(record[1:].chosen_entries().logprobs))
+    assert len({numbers.tobytes() for numbers in found}) == len(ARITHMETICS)
+    for numbers in found[1:]:
+        np.testing.assert_allclose(numbers, found[0], rtol=0, atol=2e-5)
+
+
+@pytest.fixture(scope="module", params=ARITHMETICS)
+def smollm2(request: pytest.FixtureRequest, real_llm: LLM) -> Iterator[LLM]:
+    if request.param == "fma":
+        yield real_llm
+        return
+    with LLM("smollm2", arithmetic=request.param, kv_cache_memory_bytes=1 << 26) as opened:
+        yield opened
+
+
 @pytest.mark.real_model
-def test_real_weights_give_a_text_the_same_bits_drawn_alone_together_and_kept(real_llm: LLM) -> None:
+def test_real_weights_give_a_text_the_same_bits_drawn_alone_together_and_kept(smollm2: LLM) -> None:
     rng = np.random.default_rng(5)
-    vocab_size = real_llm.engine.capabilities().vocab_size
+    vocab_size = smollm2.engine.capabilities().vocab_size
     shared = rng.integers(20, vocab_size, 300).tolist()
     prompts = [
         [*shared[:length], *rng.integers(20, vocab_size, 9).tolist()] for length in (0, 4, 90, 187, 300)
     ]
     drawing = SamplingParams(max_tokens=12, logprobs=5, ignore_eos=True, seed=3)
     scoring = SamplingParams(max_tokens=0, prompt_logprobs=5)
-    real_llm.engine.forget_prefixes()
-    drawn = real_llm.generate(prompts, drawing)
+    smollm2.engine.forget_prefixes()
+    drawn = smollm2.generate(prompts, drawing)
     texts = [[*prompt, *one.outputs[0].token_ids] for prompt, one in zip(prompts, drawn, strict=True)]
-    kept = [bits(one.prompt_logprobs[1:]) for one in real_llm.generate(texts, scoring)]  # type: ignore[index]
-    real_llm.engine.forget_prefixes()
-    together = [bits(one.prompt_logprobs[1:]) for one in real_llm.generate(texts, scoring)]  # type: ignore[index]
+    kept = [bits(one.prompt_logprobs[1:]) for one in smollm2.generate(texts, scoring)]  # type: ignore[index]
+    smollm2.engine.forget_prefixes()
+    together = [bits(one.prompt_logprobs[1:]) for one in smollm2.generate(texts, scoring)]  # type: ignore[index]
     for text, prompt, one, *others in zip(texts, prompts, drawn, kept, together, strict=True):
-        real_llm.engine.forget_prefixes()
-        [alone] = real_llm.generate([text], scoring)
+        smollm2.engine.forget_prefixes()
+        [alone] = smollm2.generate([text], scoring)
         assert alone.prompt_logprobs is not None
         assert others == [bits(alone.prompt_logprobs[1:])] * 2
         assert bits(one.outputs[0].logprobs) == bits(alone.prompt_logprobs[len(prompt) :])

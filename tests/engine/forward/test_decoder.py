@@ -19,6 +19,7 @@ from families.tiny import model_of
 from families.trials import load
 from logprobe.engine.forward.cpu import decoder as decoder_module
 from logprobe.errors import UnsupportedModelError
+from logprobe.kernels.info import cpu_arithmetics
 from logprobe.models import resolve
 from logprobe.models.loading import load_state
 from logprobe.models.lora import LoraWeights, LowRank
@@ -108,15 +109,18 @@ def test_lora_weights_are_pefts_and_leave_the_rows_beside_them_alone(
     assert (logprobs(forward, [ids], split=13) - want).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("form", "arithmetic"), [*((form, "fma") for form in FORMS), ("bfloat16", cpu_arithmetics()[-1])]
+)
 @pytest.mark.parametrize("kind", ["Llama", "Qwen3", "Gemma", "Olmo2"])
 def test_models_keep_their_numbers_in_every_form(
-    small_model: Callable[..., Path], tmp_path: Path, kind: str, form: str
+    small_model: Callable[..., Path], tmp_path: Path, kind: str, form: str, arithmetic: str
 ) -> None:
     path = shutil.copytree(small_model(kind, {}), tmp_path, dirs_exist_ok=True)
     AutoModelForCausalLM.from_pretrained(path, dtype=FORMS[form]).save_pretrained(path)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    forward = loaded(path)
+    forward = loaded(path, arithmetic=arithmetic)
+    assert forward.layout.arithmetic == arithmetic
     linears = [
         linear
         for layer in forward.decoder.layers
