@@ -448,7 +448,7 @@ def left_behind(start: dict[str, float], now: dict[str, float]) -> dict[str, flo
 # -- drawn against scored ------------------------------------------------------------------------------------
 
 
-def drawn_against_scored(model: str, num_tokens: int) -> list[dict[str, Any]]:
+def drawn_against_scored(model: str, num_tokens: int, arithmetic: str) -> list[dict[str, Any]]:
     """For each number of neighbours and way of scoring: tokens, and how many of their numbers differ."""
     from logprobe import LLM
 
@@ -456,6 +456,7 @@ def drawn_against_scored(model: str, num_tokens: int) -> list[dict[str, Any]]:
     settings: dict[str, Any] = {
         "kv_cache_memory_bytes": 1 << 29,
         "max_num_seqs": max(DRAWN_BATCHES),
+        "arithmetic": arithmetic,
     }
     with LLM(model, **settings) as llm, LLM(model, **settings, max_num_batched_tokens=160) as small:
         for batch in DRAWN_BATCHES:
@@ -532,12 +533,14 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=15.0, help="of all layouts together")
     parser.add_argument("--tokens", type=int, default=1 << 16, help="drawn and scored; 0: none")
     parser.add_argument("--model", default="smollm2", help="of which they are drawn")
+    parser.add_argument("--arithmetic", default="auto", help="with which they are drawn and scored")
+    parser.add_argument("--no-storm", action="store_true", help="only draw and score")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", action="store_true", help="print, and keep nothing")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     tallies = []
-    layouts = [layout for layout in LAYOUTS if layout.python.exists()]
+    layouts = [] if options.no_storm else [layout for layout in LAYOUTS if layout.python.exists()]
     with models() as (folder, adapters):
         for number, layout in enumerate(layouts):
             seed = options.seed + 10 * number
@@ -545,11 +548,12 @@ def main() -> int:
                 minutes = options.minutes / len(layouts)
                 tallies.append(tortured(layout, folder, adapters, Path(parent), minutes, seed))
             print(as_line(tallies[-1]), flush=True)
-    drawn = drawn_against_scored(options.model, options.tokens) if options.tokens else []
+    tokens, arithmetic = options.tokens, options.arithmetic
+    drawn = drawn_against_scored(options.model, tokens, arithmetic) if tokens else []
     content = {
         "machine": machine_facts(),
         "layouts": [as_content(tally) for tally in tallies],
-        "drawn": [{"model": options.model, **row} for row in drawn],
+        "drawn": [{"model": options.model, "arithmetic": arithmetic, **row} for row in drawn],
     }
     if options.json:
         print(json.dumps(content))

@@ -717,7 +717,7 @@ def test_engine_processes_tell_and_forget_as_a_thread_does(
         assert info.probe_difference == able.layout.probe_difference
         with new_serving(llm, ServerSettings()) as (url, _):
             figures = httpx.get(f"{url}/metrics", timeout=LIMIT_S).text
-        assert f'logprobe_weights{{version="{want}"}} 1.0' in figures.splitlines()
+        assert f'logprobe_weights{{arithmetic="fma",version="{want}"}} 1.0' in figures.splitlines()
         llm.load_weights(tiny_model_folder, version="back")
         back = llm.generate("the cat", ALL)[0]
         assert versions_of(back) == {"back"}
@@ -750,9 +750,9 @@ def test_a_server_tells_the_weights_that_answer(
 
     with new_serving(llm, ServerSettings()) as (url, _), RemoteLLM(url) as far:
         old = far.next_token_logprobs_sync([5, 60])
-        assert told(url) == [own] * 4 + [f'logprobe_weights{{version="{own}"}} 1.0']
+        assert told(url) == [own] * 4 + [f'logprobe_weights{{arithmetic="fma",version="{own}"}} 1.0']
         llm.load_weights(state, version="step 2")
-        assert told(url) == ["step 2"] * 4 + ['logprobe_weights{version="step 2"} 1.0']
+        assert told(url) == ["step 2"] * 4 + ['logprobe_weights{arithmetic="fma",version="step 2"} 1.0']
         # A client learns the new version with its next reply; its cached rows are then dropped.
         far.next_token_logprobs_sync([7])
         new = far.next_token_logprobs_sync([5, 60])

@@ -186,11 +186,15 @@ class _EngineFigures:
             for replica, part in (stats.replicas or {"": stats}).items():
                 values = {"model": name, "replica": replica.removeprefix("replica ")}
                 parts[tuple(values[label] for label in labels)] = part
-        help_text = "Version of the weights in use, in the label `version`; the value is always 1."
+        help_text = "Version of the weights, and arithmetic of products with them; the value is always 1."
         of_model = [label for label in labels if label == "model"]
-        weights = GaugeMetricFamily("logprobe_weights", help_text, labels=("version", *of_model))
+        weights = GaugeMetricFamily(
+            "logprobe_weights", help_text, labels=("version", "arithmetic", *of_model)
+        )
         for name, engine in engines.items():
-            weights.add_metric([engine.capabilities().weight_version or "", *([name] if of_model else [])], 1)
+            source = engine.capabilities().source()
+            own = [source.weight_version or "", source.arithmetic or ""]
+            weights.add_metric([*own, *([name] if of_model else [])], 1)
         yield weights
         for kind, table in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
             for name, (help_text, field) in table.items():
