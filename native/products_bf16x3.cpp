@@ -4,8 +4,8 @@
 // in float32. Weights in bfloat16 are used as they are; the integers of quantised blocks are exact in bfloat16, and the
 // sum over a block is multiplied by its scale. Without AMX, the tiles are emulated, slowly, with the same bits.
 //
-// An output is the sum of its sections of SECTION inputs, in order. In a section, each step of 32 inputs (or a block
-// of 16) adds three sums: of the smallest numbers, the middle ones, the largest ones.
+// An output is the sum of its sections of inputs, in order. In a section, each step of 32 inputs (or a block of 16) adds
+// three sums: of the smallest numbers, the middle ones, the largest ones.
 #include <optional>
 
 #include "amx.hpp"
@@ -14,13 +14,16 @@
 namespace logprobe {
 namespace {
 
-constexpr int SECTION = 256, PIECES = 3, PANEL_TILES = PANEL / 16;
+constexpr int PIECES = 3, PANEL_TILES = PANEL / 16;
 constexpr int PAIR_BYTES = 4 * PANEL;  // two inputs of a panel in bfloat16
 constexpr int AHEAD = 4;               // steps whose weights are prefetched: loads of tiles start no prefetching
 
 // Inputs that one multiplication of tiles sums.
 constexpr int step_inputs(Form form) { return form == Form::INT8_WIDE ? 16 : 32; }
-constexpr int num_steps(Form form) { return SECTION / step_inputs(form); }
+// Inputs that are summed by themselves, for accuracy. In quantised forms, their weights as bfloat16 and the sums of their
+// steps fit into the L1 cache together.
+constexpr int section_inputs(Form form) { return has_scales(form) ? 128 : 256; }
+constexpr int num_steps(Form form) { return section_inputs(form) / step_inputs(form); }
 constexpr int step_bytes(Form form) { return step_inputs(form) / 2 * PAIR_BYTES; }  // of weights in bfloat16
 
 // Take the next eight significant bits of `x`, as the upper half of a float32; `x` keeps the rest.

@@ -21,7 +21,6 @@ pytestmark = pytest.mark.skipif(library().variant == "neon", reason="bf16x3 prod
 Floats = NDArray[np.float32]
 ROWS = (1, 2, 3, 8, 9, 16, 17, 31, 33, 48, 100, 300)
 QUANTIZED = ("int4", "int4_wide", "int8", "int8_wide")
-SECTION = 256  # as in native/products_bf16x3.cpp
 SMALLEST = np.float32(2.0**-126)
 
 
@@ -123,9 +122,10 @@ def twin(x: Floats, matrix: Weights) -> Floats:
     if matrix.summands is not None:
         numbers -= 8
     result = np.zeros(shape, np.float32)
-    for section in range(0, inputs, SECTION):
+    length = 256 if matrix.scales is None else 128  # of a section
+    for section in range(0, inputs, length):
         total = np.zeros(shape, np.float32)
-        for start in range(section, min(section + SECTION, inputs), step):
+        for start in range(section, min(section + length, inputs), step):
             one = slice(start, start + step)
             found = total if matrix.scales is None else np.zeros(shape, np.float32)
             for piece in reversed(pieces(x[:, one])):
