@@ -8,11 +8,12 @@
 
 #include "vector.hpp"
 
-#if defined(__AVX512F__) && defined(__linux__) && __has_include(<amxbf16intrin.h>)
+// The headers, GCC's and Clang's, tell whether the assembler knows the instructions.
+#if defined(__AVX512F__) && defined(__linux__) && (__has_include(<amxbf16intrin.h>) || __has_include(<amxintrin.h>))
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
-#define HAS_TILE_INSTRUCTIONS 1  // in the assembler
+#define HAS_TILE_INSTRUCTIONS 1
 #else
 #define HAS_TILE_INSTRUCTIONS 0
 #endif
