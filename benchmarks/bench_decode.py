@@ -2,7 +2,8 @@
 
 Steady state is (tokens after the first) / (time of all tokens - time of the first alone), so that the
 prompts' cost drops out; the whole call is shown beside it. The floor is one reading of the weights a step,
-at the speed that memory has in the same round.
+at the speed that memory has in the same round. On processors with AMX, or with `--bfloat16`, our arithmetic
+`bf16x3` and the others in bfloat16 take part too; `bench_score.py` shows how exact each is.
 """
 
 from functools import partial
@@ -62,7 +63,8 @@ def decode_figures(arena: Arena, batch: int) -> list[Figure]:
     """Steady state and whole call at one batch size."""
     race = DecodeRace(arena, batch, new_tokens=4 if arena.options.is_smoke else 48)
     wanted = WANTED if batch == 1 else WANTED[:-1]
-    racing = {label: partial(race.measure, label, one) for label, one in arena.labels(*wanted).items()}
+    labels = arena.labels(*wanted, bfloat16=True)
+    racing = {label: partial(race.measure, label, one) for label, one in labels.items()}
     contestants = {FLOOR: arena.floor(batch), **racing}
     samples, notes = alternate(contestants, arena.options.rounds)
     common: dict[str, Any] = {"unit": "tokens/s", "better": "higher"}

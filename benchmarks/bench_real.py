@@ -5,7 +5,8 @@ GGUF files; `--model` names another shape, or a folder with its GGUF files besid
 contestant starts in a process of its own, answers one token, does all its work and ends: one model is in
 memory at a time. Ours starts again and again: a first load has an empty cache, a later one what the first
 has left. The others have one load. Before each the files are read once, so that the page cache holds them
-if it has room.
+if it has room. On processors with AMX, or with `--bfloat16`, our arithmetic `bf16x3` takes part too, and vLLM
+in float32.
 
 Peak memory is the kernel's own high-water mark (VmHWM) up to the first token, which counts pages of mapped
 files and leaves out child processes that have ended; anonymous memory is the highest of readings every 20 ms,
@@ -260,7 +261,7 @@ def of_a_step(path: Path) -> tuple[int, int]:
     return sum(count for count, _ in read), sum(size for _, size in read)
 
 
-def contestants(paths: Mapping[str, Path], rivals: Sequence[str]) -> list[Contestant]:
+def contestants(paths: Mapping[str, Path], options: Options) -> list[Contestant]:
     """All that are asked for and can run; `paths` are the folder, and GGUF files by their mix."""
     folder = paths["folder"]
     mixes = {mix: path for mix, path in paths.items() if mix != "folder"}
@@ -271,19 +272,24 @@ def contestants(paths: Mapping[str, Path], rivals: Sequence[str]) -> list[Contes
         for mix, path in mixes.items()
         if mix != BF16_MIX
     ]
+    others = [("transformers", "float32"), ("transformers", BFLOAT16), ("vllm", BFLOAT16)]
+    if options.has_bfloat16:
+        settings = {"arithmetic": "bf16x3"}
+        found += [replace(one, label=f"{OURS} bf16x3", options=settings) for one in found]
+        others.append(("vllm", "float32"))
     found += [
         of_floats(label=f"{rival} {dtype}", rival=rival, variant="best", options={"dtype": dtype})
-        for rival, dtype in (("transformers", "float32"), ("transformers", BFLOAT16), ("vllm", BFLOAT16))
+        for rival, dtype in others
     ]
     slots = {"num_slots": max(BATCHES), "context_len": max(BATCHES) * SLOT_LEN}
     for mix, path in mixes.items():
         form = BFLOAT16 if mix == BF16_MIX else mix
-        options = {"weights": str(path), **slots}
+        weights = {"weights": str(path), **slots}
         label = f"llama_cpp {form}"
         found.append(
-            Contestant(label=label, rival="llama_cpp", variant=mix, form=form, path=path, options=options)
+            Contestant(label=label, rival="llama_cpp", variant=mix, form=form, path=path, options=weights)
         )
-    return [one for one in found if one.rival in rivals and RIVALS[one.rival].is_installed]
+    return [one for one in found if one.rival in options.rivals and RIVALS[one.rival].is_installed]
 
 
 Samples = dict[tuple[str, str], list[dict[str, float]]]  # (label, form) -> what each round found
@@ -393,7 +399,7 @@ def main() -> None:
             num_rounds=1,
         )  # fmt: skip
     ENVIRONMENTS.mkdir(exist_ok=True)
-    racing = contestants(paths, options.rivals)
+    racing = contestants(paths, options)
     if not options.is_smoke:
         for one in racing:
             if one.rival == OURS:

@@ -1,5 +1,9 @@
 """This measures prompt scoring: tokens a second on 512-token prompts, with the top 20 of each position.
 
+Beside each contestant's rate stands the largest error of the log-probabilities that it gave the tokens of the
+first round's prompts, against transformers' model in float64 (`precision.py`). On processors with AMX, or
+with `--bfloat16`, our arithmetic `bf16x3` and the others in bfloat16, weights included, take part too.
+
 It also measures what four labels to each of many texts cost beside scoring the texts once, and how far the
 resident memory grows over the loaded model while an 8,000-token prompt is scored, and how long scoring the
 same prompt again takes. The engine's pool for keys and values is part of the loaded model: it has just room
@@ -14,10 +18,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from harness import OURS, ROOT, Arena, Contestant, Figure, Options, Target, alternate, parse_options, publish
+from precision import log_softmax, of_transformers
 from prompts import prompts
 
 from logprobe import LLM
+from logprobe.text.windows import Window
 
 TOP = 20
 PROMPTS, PROMPT_LEN, LONG_LEN = 4, 512, 8000
@@ -29,32 +37,44 @@ WANTED = (OURS, "vllm", "transformers")
 SCORED = "scoring the texts once"
 
 
-def rate_figure(arena: Arena) -> Figure:
-    """Prompt tokens a second."""
+def rate_figures(arena: Arena) -> list[Figure]:
+    """Prompt tokens a second, and the largest error of their log-probabilities."""
     count, length = (1, 64) if arena.options.is_smoke else (PROMPTS, PROMPT_LEN)
 
     def inputs(seed: int) -> list[dict[str, Any]]:
         return [{"prompts": prompts(arena.model_folder, count, length, seed), "top": TOP}]
 
-    def measure(contestant: Contestant, number: int) -> float:
-        seconds: float = arena.ask_warm(contestant, "score", inputs, number)["timings_s"][0]
+    logprobs: dict[str, list[list[float]]] = {}  # of the first round's prompts
+
+    def measure(label: str, contestant: Contestant, number: int) -> float:
+        result = arena.ask_warm(contestant, "score", inputs, number)
+        logprobs.setdefault(label, result["output"])
+        seconds: float = result["timings_s"][0]
         return count * length / seconds
 
-    contestants = {label: partial(measure, one) for label, one in arena.labels(*WANTED).items()}
+    labels = arena.labels(*WANTED, bfloat16=True)
+    contestants = {label: partial(measure, label, one) for label, one in labels.items()}
     samples, notes = alternate(contestants, arena.options.rounds)
-    return Figure(
-        name=f"scoring, {length}-token prompts, top {TOP}",
-        unit="tokens/s",
-        better="higher",
-        samples=samples,
-        targets=[
-            Target(against="vllm best", at_least=1.3),
-            Target(against="transformers best", at_least=2.0),
-            # Which of its two forms is the faster depends on the machine; the lean one is always the smaller.
-            Target(against="transformers default", at_least=2.0),
-        ],
-        notes=[*notes, *arena.missing(*WANTED)],
-    )
+    cut = [Window(np.asarray(ids), 0, 1) for ids in inputs(0)[0]["prompts"]]
+    (reference,) = of_transformers(arena.float_folder, torch.float64, cut, {"": log_softmax}).values()
+    errors = {label: [float(np.abs(np.concatenate(logprobs[label]) - reference).max())] for label in samples}
+    name = f"scoring, {length}-token prompts, top {TOP}"
+    return [
+        Figure(
+            name=name,
+            unit="tokens/s",
+            better="higher",
+            samples=samples,
+            targets=[
+                Target(against="vllm best", at_least=1.3),
+                Target(against="transformers best", at_least=2.0),
+                # Which of its two forms is faster depends on the machine; the lean one is always smaller.
+                Target(against="transformers default", at_least=2.0),
+            ],
+            notes=[*notes, *arena.missing(*WANTED)],
+        ),
+        Figure(name=f"{name}: largest error", unit="nats", better="lower", samples=errors),
+    ]
 
 
 def pool_bytes(model_folder: Path, num_tokens: int) -> int:
@@ -148,7 +168,7 @@ def main() -> None:
     """Run all figures."""
     options = parse_options(__doc__ or "")
     with Arena(options) as arena:
-        figures = [rate_figure(arena)]
+        figures = rate_figures(arena)
         arena.close("vllm")  # its reserved memory is wanted back
         figures += long_prompt_figures(arena)
     figures.append(labels_figure(options))

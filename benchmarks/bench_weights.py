@@ -5,12 +5,16 @@ the model's own file; beside them float32, bfloat16 and float16 panels (rounded 
 would have them), oneDNN's reordered float32 weights (torch's private operators), and torch's plain product.
 `multiply-adds alone` is the time that the step's multiply-adds would take at the peak of the same round, the
 rate at which this machine's threads do them in registers and read no memory (`peak.py`); the ratio to it is
-the share of that peak. Errors are against float64 products of the very weights, of the largest output. All
-take turns in this process, which keeps freed memory, so that no product waits for the pages of its outputs.
+the share of that peak. Contestants with `bf16x3` multiply the same panels with that arithmetic; they are
+timed only on processors with AMX, because others emulate it. Errors are against float64 products of the very
+weights, of the largest output. All take turns in this process, which keeps freed memory, so that no product
+waits for the pages of its outputs.
 """
 
 import ctypes
+import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,11 +27,13 @@ from peak import multiply_adds_per_s
 
 from logprobe.engine.forward.cpu.linear import Linear
 from logprobe.kernels.layers.forms import pack_floats
+from logprobe.kernels.layers.layout import BFLOAT16, FLOAT16, FLOAT32
+from logprobe.kernels.native import library
 from logprobe.kernels.stages import Series
 from logprobe.models import ModelFiles, load_model, resolve
 from logprobe.models.loading import source_of
 
-PACKED, PLAIN, FLOAT32 = "oneDNN packed", "plain torch", "float32 panels"
+PACKED, PLAIN, FLOAT32_PANELS = "oneDNN packed", "plain torch", "float32 panels"
 PEAK = "multiply-adds alone"
 PACK_ROWS = 32  # that oneDNN is told to expect; any other number runs as well
 ROUNDED = {"bfloat16 panels": torch.bfloat16, "float16 panels": torch.float16}
@@ -36,6 +42,9 @@ RECORDED_ROWS = 64  # up to so many, a step is one launch
 ERROR_ROWS = 8
 LARGEST_ERROR = 2e-6
 AT_LEAST = {1: 2.0, 8: 1.2, 32: 1.0, 512: 0.9}  # times as fast as oneDNN's
+BF16X3 = ", bf16x3"
+# Times the rate of float32 multiply-adds alone, with bfloat16 weights and with quantized ones.
+BF16X3_AT_LEAST = {8: (1.0, 0.9), 32: (2.2, 1.5), 512: (2.5, 1.8)}
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's mallopt(3)
 
 
@@ -89,12 +98,16 @@ def forms(model: Any, kept: dict[str, Any]) -> dict[str, list[Any]]:
 
     made: dict[str, list[Any]] = {
         OURS: [Linear([own(name, linear)]) for name, linear in linears],
-        FLOAT32: [Linear([pack_floats(unrounded(linear.weight))]) for _, linear in linears],
+        FLOAT32_PANELS: [Linear([pack_floats(unrounded(linear.weight))]) for _, linear in linears],
         PACKED: [Packed(linear) for _, linear in linears],
         PLAIN: [Plain(linear) for _, linear in linears],
     }
     for name, dtype in ROUNDED.items():
         made[name] = [Linear([pack_floats(linear.weight.to(dtype))]) for _, linear in linears]
+    for name in (OURS, "bfloat16 panels"):
+        panels = [layer.parts[0] for layer in made[name]]
+        if panels[0].form not in {FLOAT32, FLOAT16}:  # these stay with float32 multiply-adds
+            made[name + BF16X3] = [Linear([replace(one, arithmetic="bf16x3")]) for one in panels]
     return made
 
 
@@ -119,15 +132,31 @@ def step(layers: list[Any], num_rows: int) -> Callable[[], Any]:
     return Series(stages).run
 
 
+def bf16x3_targets(made: dict[str, list[Any]], num_rows: int, peak_ms: float) -> list[Target]:
+    """The longest that a step with `bf16x3` may take, by the form of its weights."""
+    targets = []
+    for name, layers in made.items():
+        if name.endswith(BF16X3) and num_rows in BF16X3_AT_LEAST:
+            of_floats, of_quantized = BF16X3_AT_LEAST[num_rows]
+            times = of_floats if layers[0].parts[0].form == BFLOAT16 else of_quantized
+            targets.append(Target(against=name, at_most=peak_ms / times))
+    return targets
+
+
 def speed(made: dict[str, list[Any]], num_rows: int, options: Options) -> Figure:
     """Milliseconds of a step."""
-    calls = {name: step(layers, num_rows) for name, layers in made.items()}
+    timed = {name: one for name, one in made.items() if library().has_tiles or not name.endswith(BF16X3)}
+    calls = {name: step(layers, num_rows) for name, layers in timed.items()}
     measures: dict[str, Measure] = {name: partial(ms_of, call, 1) for name, call in calls.items()}
     num_multiply_adds = num_rows * sum(layer.num_inputs * layer.num_outputs for layer in made[OURS])
     measures[PEAK] = lambda _: 1e3 * num_multiply_adds / multiply_adds_per_s()
     samples, notes = alternate(measures, options.rounds)
     at_least = AT_LEAST.get(num_rows)
     targets = [] if at_least is None else [Target(against=PACKED, at_least=at_least)]
+    if library().has_tiles:
+        targets += bf16x3_targets(made, num_rows, statistics.median(samples[PEAK]))
+    else:
+        notes.append("bf16x3 is not timed: this processor has no AMX")
     return Figure(
         name=f"products of a step, {num_rows} rows", unit="ms", better="lower",
         samples=samples, targets=targets, notes=notes,
@@ -149,9 +178,10 @@ def exactness(made: dict[str, list[Any]]) -> Figure:
         if isinstance(layers[0], Linear):
             shapes = {(layer.num_outputs, layer.num_inputs): layer for layer in reversed(layers)}
             samples[name] = [max(map(largest_error, shapes.values()))]
+    held = [None, *(name for name in samples if name.endswith(BF16X3))]
     return Figure(
         name="largest error", unit="of the largest output", better="lower",
-        samples=samples, targets=[Target(at_most=LARGEST_ERROR)],
+        samples=samples, targets=[Target(against=name, at_most=LARGEST_ERROR) for name in held],
     )  # fmt: skip
 
 

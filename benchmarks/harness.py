@@ -121,6 +121,14 @@ class Options:
     rounds: int
     model: str
     rivals: tuple[str, ...]
+    is_bfloat16: bool = False
+
+    @property
+    def has_bfloat16(self) -> bool:
+        """True if contestants that compute in bfloat16 take part: by option, or because this CPU has AMX."""
+        from logprobe.kernels.native import library
+
+        return self.is_bfloat16 or library().has_tiles
 
 
 def parse_options(description: str, default_model: str = DEFAULT_MODEL) -> Options:
@@ -131,14 +139,22 @@ def parse_options(description: str, default_model: str = DEFAULT_MODEL) -> Optio
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--model", default=default_model, help="known name or folder")
     parser.add_argument("--rivals", default=",".join(RIVALS), help="comma-separated; ours always runs")
+    bfloat16 = "add bf16x3, and rivals in bfloat16, to decode, score and real, as on processors with AMX"
+    parser.add_argument("--bfloat16", action="store_true", help=bfloat16)
     given = parser.parse_args()
     return Options(
         is_smoke=given.smoke,
         is_json=given.json,
         rounds=1 if given.smoke else given.rounds,
         model=given.model,
+        is_bfloat16=given.bfloat16,
         rivals=(OURS,) if given.smoke else (OURS, *filter(None, given.rivals.replace(OURS, "").split(","))),
     )
+
+
+def label_of(name: str, variant: str) -> str:
+    """A rival's variant in tables; our default is just our name."""
+    return OURS if (name, variant) == (OURS, "default") else f"{name} {variant}"
 
 
 class Arena:
@@ -150,7 +166,7 @@ class Arena:
         self.options = options
         self._files = resolve(options.model)
         self.model_folder = self._files.folder
-        self._running: dict[str, RivalProcess] = {}
+        self._running: dict[str, RivalProcess] = {}  # by rival, or rival and variant of `Rival.bfloat16`
         self._warm: set[tuple[Contestant, str, Any]] = set()
 
     @cached_property
@@ -168,14 +184,18 @@ class Arena:
                 export_model(self._files, partial, dtype="float32")
         return folder
 
-    def labels(self, *wanted: str) -> dict[str, Contestant]:
-        """Table label -> (rival, variant), of the wanted rivals that the run includes and that are there."""
+    def labels(self, *wanted: str, bfloat16: bool = False) -> dict[str, Contestant]:
+        """Table label -> (rival, variant), of the wanted rivals that the run includes and that are there.
+
+        With `bfloat16`, their variants in bfloat16 are included where the run has them.
+        """
         included = [RIVALS[name] for name in wanted if name in self.options.rivals]
+        has_bfloat16 = bfloat16 and self.options.has_bfloat16
         return {
-            rival.name if rival.name == OURS else f"{rival.name} {variant}": (rival.name, variant)
+            label_of(rival.name, variant): (rival.name, variant)
             for rival in included
             if rival.is_installed
-            for variant in rival.variants
+            for variant in (*rival.variants, *(rival.bfloat16 if has_bfloat16 else ()))
         }
 
     def missing(self, *wanted: str) -> list[str]:
@@ -188,12 +208,16 @@ class Arena:
     def ask(self, contestant: Contestant, verb: str, inputs: Sequence[Inputs], **job: Any) -> dict[str, Any]:
         """Give a job to a contestant."""
         name, variant = contestant
-        if name not in self._running:
-            self._running[name] = RivalProcess(RIVALS[name])
+        rival, key = RIVALS[name], name
+        common: dict[str, Any] = {"verb": verb, "model_folder": str(self.folder_of(name))}
+        if variant in rival.bfloat16:
+            key, common["options"] = f"{name} {variant}", rival.bfloat16[variant]
+            variant = rival.variants[0]
+        if key not in self._running:
+            self._running[key] = RivalProcess(rival, log_name=key)
         for other, process in self._running.items():
-            process.resume() if other == name else process.pause()
-        common = {"verb": verb, "variant": variant, "model_folder": str(self.folder_of(name))}
-        return self._running[name].ask({**common, "inputs": list(inputs), **job})
+            process.resume() if other == key else process.pause()
+        return self._running[key].ask({**common, "variant": variant, "inputs": list(inputs), **job})
 
     def folder_of(self, name: str) -> Path:
         """Where a rival reads the model."""
@@ -228,9 +252,9 @@ class Arena:
         return measure
 
     def close(self, name: str) -> None:
-        """End one rival, so that its next job starts it afresh."""
-        if process := self._running.pop(name, None):
-            process.close()
+        """End one rival's processes, so that its next job starts it afresh."""
+        for key in [key for key in self._running if key.split()[0] == name]:
+            self._running.pop(key).close()
         self._warm = {kind for kind in self._warm if kind[0][0] != name}
 
     def __enter__(self) -> Self:
@@ -239,7 +263,7 @@ class Arena:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for name in list(self._running):
+        for name in {key.split()[0] for key in self._running}:
             self.close(name)
 
 
@@ -303,6 +327,8 @@ def publish(bench: str, figures: Sequence[Figure], options: Options) -> None:
         bench = f"{bench} --model {Path(options.model).name}"
     if set(options.rivals) < {OURS, *RIVALS}:  # a race of fewer stands beside that of all
         bench = f"{bench} --rivals {','.join(options.rivals[1:])}"
+    if options.is_bfloat16:  # asked for, so beside the race that the processor has anyway
+        bench = f"{bench} --bfloat16"
     if options.is_json:
         print(json.dumps(content))
     else:

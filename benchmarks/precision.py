@@ -3,7 +3,7 @@
 The default model scores a text in windows, each token once. The reference is transformers' model in float64
 over the same windows, so that what lies outside a window causes no difference. Rows of the tables:
 - transformers' model in float32, and its logits with other log-softmaxes;
-- this library;
+- this library, also with the arithmetic `bf16x3`, which is emulated on processors without AMX;
 - transformers' model in float64 with float32 storage: the output of each module is rounded to float32, with
   all arithmetic exact. An engine that stores its values in float32 cannot be expected to be more accurate;
 - transformers' model in float64 with exact rotary angles. Its angles are float32 whatever its dtype (the
@@ -148,6 +148,7 @@ def measure(text: str, num_tokens: int, window: int) -> dict[str, Any]:
         for name, change in ((STORED, store_in_float32), (EXACT, use_exact_angles)):
             changed |= of_transformers(folder, torch.float64, cut, {name: log_softmax}, change=change)
     found["logprobe"] = of_ours(cut)
+    found["logprobe, bf16x3"] = of_ours(cut, arithmetic="bf16x3")
     found["logprobe, weights plain"] = of_ours(cut, weights="plain")
     found |= changed
     positions = np.concatenate([np.arange(one.first_scored, len(one.token_ids)) for one in cut])

@@ -38,6 +38,9 @@ class Rival:
     python: Path
     variants: tuple[str, ...] = ("best", "default")
     environment: Mapping[str, str] = field(default_factory=dict)
+    # Further variants, for processors with matrix units for bfloat16 -> options with which a process of its
+    # own opens the model; it runs as the first of `variants`.
+    bfloat16: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def script(self) -> Path:
@@ -60,15 +63,21 @@ _VLLM_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "2",
     "VLLM_NO_USAGE_STATS": "1",
 }
+_BFLOAT16 = {"bfloat16": {"dtype": "bfloat16"}}
 # This project is not installed beside vLLM, whose environment all checkouts share.
 _OUR_SOURCE = {**_VLLM_ENVIRONMENT, "PYTHONPATH": str(SCRIPTS.parents[1] / "src")}
 
 RIVALS = {
     rival.name: rival
     for rival in (
-        Rival(name="logprobe", python=Path(sys.executable), variants=("default",)),
-        Rival(name="transformers", python=Path(sys.executable)),
-        Rival(name="vllm", python=_own_python("vllm"), environment=_VLLM_ENVIRONMENT),
+        Rival(
+            name="logprobe",
+            python=Path(sys.executable),
+            variants=("default",),
+            bfloat16={"bf16x3": {"arithmetic": "bf16x3"}},
+        ),
+        Rival(name="transformers", python=Path(sys.executable), bfloat16=_BFLOAT16),
+        Rival(name="vllm", python=_own_python("vllm"), environment=_VLLM_ENVIRONMENT, bfloat16=_BFLOAT16),
         Rival(name="vllm_transport", python=_own_python("vllm"), variants=("default",)),
         Rival(name="virtual_lm", python=_own_python("vllm"), variants=("default",), environment=_OUR_SOURCE),
         Rival(
@@ -90,13 +99,18 @@ class RivalProcess:
     """One running rival; owns its process, its pipes and its log file."""
 
     def __init__(
-        self, rival: Rival, *, log_folder: Path = ENVIRONMENTS, environment: Mapping[str, str] | None = None
+        self,
+        rival: Rival,
+        *,
+        log_name: str = "",
+        log_folder: Path = ENVIRONMENTS,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         if not rival.is_installed:
             raise RivalError(f"{rival.name} has no environment; build it: make rivals")
         self.rival = rival
         log_folder.mkdir(parents=True, exist_ok=True)
-        self._log_path = log_folder / f"{rival.name}.log"
+        self._log_path = log_folder / f"{log_name or rival.name}.log"
         self._log = self._log_path.open("w")
         self.started = time.perf_counter()
         self._process = subprocess.Popen(

@@ -1,7 +1,9 @@
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
+import bench_real
 import harness
 import pytest
 from harness import (
@@ -18,7 +20,9 @@ from harness import (
     publish,
     save,
 )
-from process import RIVALS, RivalError
+from process import RIVALS, Rival, RivalError
+
+from logprobe.kernels.native import library
 
 
 def figure(**changes: Any) -> Figure:
@@ -90,6 +94,89 @@ def test_the_floor_is_measured_while_nobody_runs(monkeypatch: pytest.MonkeyPatch
     assert arena.floor(8)(0) == 80.0
 
 
+BFLOAT16_LABELS = {"logprobe bf16x3", "transformers bfloat16", "vllm bfloat16"}
+
+
+def install_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each rival have an environment."""
+    everything = {
+        name: Rival(**(vars(rival) | {"python": Path(sys.executable)})) for name, rival in RIVALS.items()
+    }
+    monkeypatch.setattr(harness, "RIVALS", everything)
+    monkeypatch.setattr(bench_real, "RIVALS", everything)
+
+
+def options_of(*, is_bfloat16: bool) -> Options:
+    return Options(
+        is_smoke=False, is_json=True, rounds=1, model="", rivals=tuple(RIVALS), is_bfloat16=is_bfloat16
+    )
+
+
+@pytest.mark.parametrize(("has_tiles", "is_asked"), [(False, False), (False, True), (True, False)])
+def test_bfloat16_takes_part_on_processors_with_tiles_or_when_asked_for(
+    has_tiles: bool, is_asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_all(monkeypatch)
+    monkeypatch.setitem(library().__dict__, "has_tiles", has_tiles)
+    arena = object.__new__(harness.Arena)
+    arena.options = options_of(is_bfloat16=is_asked)
+    wanted = (OURS, "transformers", "vllm", "llama_cpp")
+    usual, all_labels = arena.labels(*wanted), arena.labels(*wanted, bfloat16=True)
+    assert {OURS, "transformers best", "vllm best", "vllm default", "llama_cpp q8_0"} <= usual.keys()
+    assert not usual.keys() & BFLOAT16_LABELS
+    further = BFLOAT16_LABELS if has_tiles or is_asked else set()
+    assert all_labels.keys() == usual.keys() | further
+    paths = {"folder": Path("model"), "q8_0": Path("model.gguf")}
+    racing = {(one.label, one.form) for one in bench_real.contestants(paths, arena.options)}
+    assert {(OURS, "q8_0"), ("transformers float32", "bfloat16"), ("vllm bfloat16", "bfloat16")} <= racing
+    more = {("logprobe bf16x3", "q8_0"), ("logprobe bf16x3", "bfloat16"), ("vllm float32", "bfloat16")}
+    assert racing & more == (more if has_tiles or is_asked else set())
+
+
+def test_each_rival_in_bfloat16_has_a_process_of_its_own_that_is_opened_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opened: dict[str, Any] = {}
+
+    class FakeProcess:
+        def __init__(self, _rival: Rival, *, log_name: str) -> None:
+            opened[log_name] = self
+            self.jobs: list[dict[str, Any]] = []
+            self.is_paused = self.is_closed = False
+
+        def ask(self, job: dict[str, Any]) -> dict[str, Any]:
+            assert not self.is_paused
+            self.jobs.append(job)
+            return {}
+
+        def pause(self) -> None:
+            self.is_paused = True
+
+        def resume(self) -> None:
+            self.is_paused = False
+
+        def close(self) -> None:
+            self.is_closed = True
+
+    install_all(monkeypatch)
+    monkeypatch.setattr(harness, "RivalProcess", FakeProcess)
+    arena = object.__new__(harness.Arena)
+    arena.options, arena._running, arena._warm = options_of(is_bfloat16=True), {}, set()
+    arena.model_folder = arena.float_folder = Path("model")
+    for contestant in arena.labels(OURS, "vllm", bfloat16=True).values():
+        arena.ask(contestant, "score", [])
+    told = {name: [(job["variant"], job.get("options")) for job in one.jobs] for name, one in opened.items()}
+    assert told == {
+        "logprobe": [("default", None)],
+        "logprobe bf16x3": [("default", {"arithmetic": "bf16x3"})],
+        "vllm": [("best", None), ("default", None)],
+        "vllm bfloat16": [("best", {"dtype": "bfloat16"})],
+    }
+    assert [name for name, one in opened.items() if not one.is_paused] == ["vllm bfloat16"]
+    arena.close("vllm")
+    assert [name for name, one in opened.items() if one.is_closed] == ["vllm", "vllm bfloat16"]
+
+
 @pytest.mark.parametrize(
     ("target", "verdict"),
     [
@@ -134,9 +221,12 @@ def test_another_model_or_race_has_figures_of_its_own(
         return ROOT / "result.json"
 
     monkeypatch.setattr(harness, "save", note)
-    options = Options(is_smoke=False, is_json=True, rounds=1, model=model, rivals=rivals)
-    publish("bench_a", [figure()], options)
-    assert saved == [name]
+    for is_bfloat16 in (False, True):
+        options = Options(
+            is_smoke=False, is_json=True, rounds=1, model=model, rivals=rivals, is_bfloat16=is_bfloat16
+        )
+        publish("bench_a", [figure()], options)
+    assert saved == [name, f"{name} --bfloat16"]
 
 
 def test_a_figure_as_json_carries_spreads_ratios_and_verdicts() -> None:

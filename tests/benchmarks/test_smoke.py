@@ -13,6 +13,7 @@ import harness
 import protocol
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 # Each benchmark that exists is run, so each is tested from the commit that adds it. `test_gpu.py` runs
@@ -82,3 +83,32 @@ def test_the_benchmark_runs_in_its_smoke_form_and_prints_json(
     runpy.run_path(str(script), run_name="__main__")
     measured = json.loads(capsys.readouterr().out)
     assert measured["figures"]
+
+
+@pytest.mark.usefixtures("as_a_program")
+@pytest.mark.parametrize("bench", ["bench_decode", "bench_score"])
+def test_with_bfloat16_our_further_arithmetic_takes_part(
+    bench: str,
+    model_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = tmp_path / "bfloat16"
+    shutil.copytree(model_folder, folder)
+    weights = load_file(folder / "model.safetensors")
+    rounded = {name: one.bfloat16() for name, one in weights.items()}
+    save_file(rounded, folder / "model.safetensors", metadata={"format": "pt"})
+    monkeypatch.setattr(harness, "RivalProcess", InThisProcess)
+    script = str(BENCHMARKS / f"{bench}.py")
+    monkeypatch.setattr(sys, "argv", [script, "--smoke", "--bfloat16", "--json", "--model", str(folder)])
+    runpy.run_path(script, run_name="__main__")
+    first, second, *_ = json.loads(capsys.readouterr().out)["figures"]
+    ours = {"logprobe", "logprobe bf16x3"}
+    assert ours <= first["samples"].keys()
+    assert ours <= second["samples"].keys()
+    if bench == "bench_score":
+        assert second["unit"] == "nats"
+        [fma], [bf16x3] = (second["samples"][name] for name in sorted(ours))
+        assert fma != bf16x3
+        assert 0 < min(fma, bf16x3) <= max(fma, bf16x3) < 1e-4
