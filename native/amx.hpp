@@ -8,8 +8,8 @@
 
 #include "vector.hpp"
 
-// The headers, GCC's and Clang's, tell whether the assembler knows the instructions.
-#if defined(__AVX512F__) && defined(__linux__) && (__has_include(<amxbf16intrin.h>) || __has_include(<amxintrin.h>))
+// Assemblers that come with GCC 11 may lack the instructions.
+#if defined(__AVX512F__) && defined(__linux__) && (defined(__clang__) || __GNUC__ >= 12)
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -26,13 +26,11 @@ constexpr int NUM_SUMS = 6;                      // tiles of sums; the other two
 // Flushes numbers below the normal range to zero, as tiles do, while it exists.
 class FlushedToZero {
  public:
-#if defined(__x86_64__)
   FlushedToZero() : mode_(_mm_getcsr()) { _mm_setcsr(mode_ | 0x8040); }  // FTZ and DAZ
   ~FlushedToZero() { _mm_setcsr(mode_); }
 
  private:
   unsigned mode_;
-#endif
 };
 
 // Emulated tiles: `num_rows` rows of activations, `num_pairs` pairs of inputs. Needs FlushedToZero.

@@ -1,7 +1,7 @@
 // Products of a few rows with a panel of weights: the innermost loops of linear layers and of attention.
 //
 // A panel holds PANEL outputs, input-major, so that the weights of one input are contiguous. Its inputs are divided
-// into blocks (quantised ones have their own scales) of groups of GROUP inputs; see `Form` and docs/dev/kernels.md.
+// into blocks (quantized ones have their own scales) of groups of GROUP inputs; see `Form` and docs/dev/kernels.md.
 #pragma once
 
 #include <type_traits>

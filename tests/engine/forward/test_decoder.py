@@ -132,6 +132,15 @@ def test_models_keep_their_numbers_in_every_form(
     torch.testing.assert_close(logprobs(forward, prompts, split=13), want, rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.skipif(cpu_arithmetics() == ("fma",), reason="bf16x3 products are for x86-64")
+def test_a_model_without_weights_for_bf16x3_runs_with_fma(
+    tiny_model_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    forward = loaded(tiny_model_folder, arithmetic="bf16x3")  # its weights are float32
+    assert forward.layout.arithmetic == "fma"
+    assert "no matrix is in a format for bf16x3; using fma" in caplog.text
+
+
 def test_lora_weights_of_a_layer_that_takes_none_are_refused_by_its_name(
     folder: Callable[[str], Path],
 ) -> None:

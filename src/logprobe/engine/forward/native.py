@@ -45,10 +45,10 @@ if TYPE_CHECKING:
     from logprobe.models.lora import LoraWeights, ModelModules
     from logprobe.records.values import IntArray
 
-GPU_SHARE = 0.7  # keys, values and hidden states get this share of the GPU memory left after loading
-ITEM_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
 logger = logging.getLogger("logprobe")
 
+GPU_SHARE = 0.7  # keys, values and hidden states get this share of the GPU memory left after loading
+ITEM_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
 LONG_CONTEXT = 2048  # from this many context tokens, a chunk's scratch memory is returned to the system
 
 
@@ -78,6 +78,8 @@ class NativeForward:
             kv_dtype=config.cache_config.kv_cache_dtype,
         )
         self.decoder, self.layout, self.dtype = ready.decoder, ready.layout, ready.dtype
+        if self.device == "cpu" and config.load_config.arithmetic == "bf16x3":
+            self._warn_of_bf16x3()
         # The native decoder computes with arrays, and other decoders with tensors.
         self._is_native = isinstance(self.decoder, Decoder)
         if config.batch_invariant:
@@ -95,6 +97,13 @@ class NativeForward:
         self.kv_bytes = config.cache_config.kv_cache_memory_bytes or self._default_kv_bytes(num_pools)
         self._reserve_slots(self.kv_bytes, ready)
         self.decoder.record_on(self.pool, min(self.num_slots, self.context_len))
+
+    def _warn_of_bf16x3(self) -> None:
+        if self.layout.arithmetic != "bf16x3":
+            logger.warning("%s: no matrix is in a format for bf16x3; using fma", self._files.name)
+        elif not library().has_tiles:
+            remedy = "products are emulated, with the same bits but slower than with fma"
+            logger.warning("bf16x3: AMX is not available to this process, so %s", remedy)
 
     def _check_invariant(self) -> None:
         """Raise `ParameterError` if the bits of a row's results may depend on the batch."""
@@ -351,9 +360,5 @@ def _check_arithmetic(config: EngineConfig, device: str) -> None:
     arithmetic, kv_dtype = config.load_config.arithmetic, config.cache_config.kv_cache_dtype
     what = f"{arithmetic} is not supported on {device}; use one of {', '.join(known)}"
     require(arithmetic in known, "arithmetic", what)
-    if device == "cpu" and arithmetic == "bf16x3" and not library().has_tiles:
-        logger.warning(
-            "arithmetic bf16x3: no AMX, so products are emulated: the same bits, but slower than with fma"
-        )
     has_dtype = device != "cpu" or kv_dtype == "float32"
     require(has_dtype, "kv_cache_dtype", f"{kv_dtype} is only supported on a GPU; use float32")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -76,18 +76,16 @@ def panels_of(
     if store is not None:
         stored = store.panels()
         if all(any(name in stored for name in matrix.names) for matrix in matrices):
-            return _multiplied_by(arithmetic, stored)
+            return _for_products(arithmetic, stored)
         parts = [matrix.names for matrix in matrices]
         if stored := store.write_panels(parts, lambda start: packed(matrices[start:], source)):
-            return _multiplied_by(arithmetic, stored)
+            return _for_products(arithmetic, stored)
     made = zip(matrices, in_huge_pages(packed(matrices, source)), strict=True)
-    return _multiplied_by(arithmetic, {name: panels for matrix, panels in made for name in matrix.names})
+    return _for_products(arithmetic, {name: panels for matrix, panels in made for name in matrix.names})
 
 
-def _multiplied_by(arithmetic: str, panels: Mapping[str, PanelWeights]) -> Mapping[str, PanelWeights]:
-    if arithmetic == "fma":
-        return panels
-    return {name: replace(one, arithmetic=arithmetic) for name, one in panels.items()}
+def _for_products(arithmetic: str, panels: Mapping[str, PanelWeights]) -> Mapping[str, PanelWeights]:
+    return {name: one.multiplied_by(arithmetic) for name, one in panels.items()}
 
 
 def ready_model(
@@ -164,7 +162,7 @@ def recalled(files: ModelFiles, store: LoadStore, arithmetic: str) -> ReadyModel
         return None
     text, tensors = stored
     # The comparison of logits detects damage.
-    panels = _multiplied_by(arithmetic, store.panels(is_checked=False))
+    panels = _for_products(arithmetic, store.panels(is_checked=False))
     weights = {name: tensor for name, tensor in tensors.items() if not name.startswith("reference.")}
     try:
         record = msgspec.json.decode(text, type=LoadRecord)
@@ -182,7 +180,7 @@ def recalled(files: ModelFiles, store: LoadStore, arithmetic: str) -> ReadyModel
         kv_shapes=decoder.kv_shapes,
         layout=Layout(
             weights="checkpoint",
-            arithmetic=arithmetic,
+            arithmetic=decoder.arithmetic,
             num_layers=len(decoder.layers),
             why_transformers=None,
             rope_boundary=record.decoder.rope_boundary,

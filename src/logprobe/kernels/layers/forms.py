@@ -26,6 +26,8 @@ from logprobe.kernels.layers.layout import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from numpy.typing import NDArray
 
     from logprobe.kernels.arrays import Array
@@ -72,6 +74,12 @@ class PanelWeights:
         """Address of the first panel in memory; modules that share a matrix share its panels."""
         return address_of(self.data)
 
+    def multiplied_by(self, arithmetic: str) -> PanelWeights:
+        """Return the same weights for products with `arithmetic`, or unchanged if it lacks their form."""
+        # Three products of bfloat16 numbers are not enough for weights of more than 8 significant bits.
+        is_unchanged = arithmetic == self.arithmetic or self.form in {FLOAT32, FLOAT16}
+        return self if is_unchanged else replace(self, arithmetic=arithmetic)
+
     def with_bias(self, bias: Array) -> PanelWeights:
         """Return the same weights with a bias."""
         return replace(self, bias=bias)
@@ -111,6 +119,11 @@ class PanelWeights:
         num_outputs = sum(part.num_outputs for part in parts)
         data = _end_to_end([part.data for part in parts])
         return replace(self, num_outputs=num_outputs, data=data, bias=bias)
+
+
+def arithmetic_of(panels: Iterable[PanelWeights]) -> str:
+    """Return the arithmetic of products with a model's matrices: `bf16x3` if any uses it, else `fma`."""
+    return "bf16x3" if any(one.arithmetic == "bf16x3" for one in panels) else "fma"
 
 
 def address_of(array: Array) -> int:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from logprobe.kernels import threads
-from logprobe.kernels.layers.layout import FLOAT16, FLOAT32, FORM_NUMBERS, PANEL, TILE_ROWS
+from logprobe.kernels.layers.layout import FORM_NUMBERS, PANEL, TILE_ROWS
 from logprobe.kernels.layers.rows import ACTIVATIONS
 from logprobe.kernels.native import library
 from logprobe.kernels.stages import Stage, items_for_threads
@@ -29,8 +29,23 @@ if TYPE_CHECKING:
     from logprobe.kernels.layers.forms import PanelWeights
 
 FEWEST_ITEMS = 32  # minimum work items of a layer, if it has enough panels
-BLOCK_ROWS = (64, 256)  # minimum and maximum number of rows in a block
-BLOCK_FLOATS = 1 << 19  # maximum rows times inputs of a block above the minimum, to keep it in a cache
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSizes:
+    """Numbers of rows that a work item may have."""
+
+    fewest: int
+    most: int
+    floats: int  # maximum rows times inputs of a block above the minimum, to keep it in a cache
+    multiple: int  # the number of rows is a multiple of this
+
+
+BLOCK_SIZES = {
+    "fma": BlockSizes(64, 256, 1 << 19, TILE_ROWS),
+    # A float has six bytes in pieces; two tiles of 16 rows are multiplied at once.
+    "bf16x3": BlockSizes(32, 256, 3 << 16, 32),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,9 +76,8 @@ def panel_stage(x: Array, weights: PanelWeights, out: Array, finish: Finish = PL
     item_panels = max(1, num_panels // max(FEWEST_ITEMS, items_for_threads()))
     items = -(-num_panels // item_panels)
     num_rows, padded = len(x), weights.padded_inputs
-    num_blocks = _num_blocks(num_rows, padded, items)
-    # Other floats would need more than three products of bfloat16 numbers.
-    has_pieces = weights.arithmetic == "bf16x3" and weights.form not in {FLOAT32, FLOAT16}
+    sizes, has_pieces = BLOCK_SIZES[weights.arithmetic], weights.arithmetic == "bf16x3"
+    num_blocks = _num_blocks(num_rows, padded, items, sizes)
     return Stage(
         "products_bf16x3" if has_pieces else "products",
         "ProductArgs",
@@ -81,7 +95,7 @@ def panel_stage(x: Array, weights: PanelWeights, out: Array, finish: Finish = PL
         num_outputs=weights.num_outputs,
         panel_bytes=weights.panel_bytes,
         item_panels=item_panels,
-        block_rows=rows_of_blocks(num_rows, num_blocks),
+        block_rows=rows_of_blocks(num_rows, num_blocks, sizes.multiple),
         form=FORM_NUMBERS[weights.form.name],
         activation=ACTIVATIONS[finish.activation],
         factor=finish.factor,
@@ -90,17 +104,16 @@ def panel_stage(x: Array, weights: PanelWeights, out: Array, finish: Finish = PL
     )
 
 
-def _num_blocks(num_rows: int, num_inputs: int, items: int) -> int:
+def _num_blocks(num_rows: int, num_inputs: int, items: int, sizes: BlockSizes) -> int:
     """Return the number of row blocks: few, because each converts all panels, but enough for all threads."""
-    least, most = BLOCK_ROWS
-    if num_rows <= least:
+    if num_rows <= sizes.fewest:
         return 1
-    fewest = -(-num_rows // max(least, min(most, BLOCK_FLOATS // num_inputs)))
+    fewest = -(-num_rows // max(sizes.fewest, min(sizes.most, sizes.floats // num_inputs)))
     wanted = -(-items_for_threads() // items)
-    block_rows = rows_of_blocks(num_rows, max(fewest, min(wanted, -(-num_rows // least))))
-    return -(-num_rows // block_rows)
+    num_blocks = max(fewest, min(wanted, -(-num_rows // sizes.fewest)))
+    return -(-num_rows // rows_of_blocks(num_rows, num_blocks, sizes.multiple))
 
 
-def rows_of_blocks(num_rows: int, num_blocks: int) -> int:
-    """Return the number of rows in every block except the last; it is a multiple of TILE_ROWS."""
-    return -(-num_rows // (num_blocks * TILE_ROWS)) * TILE_ROWS
+def rows_of_blocks(num_rows: int, num_blocks: int, multiple: int) -> int:
+    """Return the number of rows in every block except the last; it is a multiple of `multiple`."""
+    return -(-num_rows // (num_blocks * multiple)) * multiple

@@ -30,6 +30,7 @@ from logprobe.engine.forward.families import FAMILIES
 from logprobe.engine.forward.kv_cache import KVPool
 from logprobe.errors import UnsupportedModelError
 from logprobe.kernels.attention.api import ScoreRule
+from logprobe.kernels.layers.forms import arithmetic_of
 from logprobe.kernels.layers.panels import panel_stage
 from logprobe.kernels.layers.rows import Projections, gate_stage, norm_stage, rotary_stage, softcap_stage
 
@@ -158,7 +159,7 @@ class Decoder:
         self.launches: Launches | None = None  # recorded steps with few rows; set by `record_on`
         self.embedding_name = f"{spec.path}.{self.family.embedding}"
         self.embedding = self._panels_of(self.embedding_name)
-        self.arithmetic = self.embedding.arithmetic  # of products with weights, `fma` or `bf16x3`
+        self.arithmetic = arithmetic_of(panels.values())
         self.loras = LoraRows(partial(by_panels, arithmetic=self.arithmetic))
         self.positions = (
             None if self.family.positions is None else self._panels_of(f"{spec.path}.{self.family.positions}")

@@ -8,7 +8,6 @@ for decoders that compute with torch tensors.
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -39,7 +38,7 @@ def by_panels(part: Dense | LowRank, x: Array, arithmetic: str = "fma") -> Array
     for panels in part.panels:
         out = np.empty((num_rows, panels.num_outputs), np.float32)
         is_small = num_rows * panels.num_inputs * panels.num_outputs <= MAX_OF_A_THREAD
-        stage = panel_stage(x, replace(panels, arithmetic=arithmetic), out)
+        stage = panel_stage(x, panels.multiplied_by(arithmetic), out)
         stage.run(num_threads=1 if is_small else None)
         x = out
     return x

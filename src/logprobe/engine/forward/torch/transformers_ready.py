@@ -15,6 +15,7 @@ from logprobe.engine.forward.system_limits import check_memory
 from logprobe.engine.forward.torch.transformers_decoder import TransformersDecoder
 from logprobe.engine.forward.torch.transformers_linear import matrices_of, use_panels_
 from logprobe.engine.forward.torch.transformers_proof import TransformersProof, described, refusing
+from logprobe.kernels.layers.forms import arithmetic_of
 from logprobe.models import load_model
 from logprobe.models.folder import reading_errors
 from logprobe.models.lazy import LazyModel
@@ -145,7 +146,7 @@ def _proven(
     The latter is used if the native decoder does not support the model, or if its logits differ.
     """
     if why_plain is not None:
-        return _transformers_decoder(model, proof, {}, why_plain, "torch")
+        return _transformers_decoder(model, proof, {}, why_plain)
     module = model.module
     spec = described(module, proof)
     progress.say("packing")
@@ -159,16 +160,12 @@ def _proven(
     )
     if isinstance(decoder, str):
         logger.info("%s: using the transformers decoder: %s", files.name, decoder)
-        return _transformers_decoder(model, proof, panels, decoder, arithmetic if panels else "torch")
+        return _transformers_decoder(model, proof, panels, decoder)
     return stored_model(decoder, proof, store)
 
 
 def _transformers_decoder(
-    model: LazyModel,
-    proof: TransformersProof,
-    panels: Mapping[str, PanelWeights],
-    reason: str,
-    arithmetic: str,
+    model: LazyModel, proof: TransformersProof, panels: Mapping[str, PanelWeights], reason: str
 ) -> ReadyModel:
     module = model.module
     if proof.rope_boundary is not None:
@@ -183,5 +180,5 @@ def _transformers_decoder(
         proof,
         decoder.hidden_size,
         why_transformers=reason,
-        arithmetic=arithmetic,
+        arithmetic=arithmetic_of(panels.values()) if panels else "torch",
     )
