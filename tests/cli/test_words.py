@@ -85,6 +85,13 @@ def test_the_output_is_never_an_input(words: Any, tmp_path: Path) -> None:
     assert refused.code == 1
     assert "story.txt: is read as input" in refused.error_line
     assert path.read_text() == "the cat"
+    rows = tmp_path / "rows.csv"
+    rows.write_text("text\nthe cat\n")
+    for inputs in (str(rows), str(tmp_path / "*.csv"), str(tmp_path)):
+        refused = words(inputs, "-o", str(rows))
+        assert refused.code == 1
+        assert "rows.csv: is read as input" in refused.error_line
+    assert rows.read_text() == "text\nthe cat\n"
 
 
 def test_a_pipe_is_written_to(words: Any, tmp_path: Path) -> None:

@@ -320,6 +320,17 @@ def test_a_file_in_the_place_of_the_folder_is_refused_and_stays(
     assert taken.read_text() == "mine"
 
 
+@pytest.mark.parametrize("asked", [{}, {"resume": True}, {"force": True}])
+def test_an_input_is_never_the_output(tiny_llm: LLM, tmp_path: Path, asked: dict[str, bool]) -> None:
+    source = tmp_path / "data" / "train-00000-of-00001.parquet"  # as in a folder of Hugging Face `datasets`
+    source.parent.mkdir()
+    pq.write_table(pa.table({"text": ["the cat"]}), source)
+    before = source.read_bytes()
+    with pytest.raises(OutputError, match="is read as input"):
+        distil(tiny_llm, source, tmp_path, **asked)
+    assert source.read_bytes() == before
+
+
 def test_what_was_shared_before_a_kill_is_shared_again(
     tiny_llm: LLM, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -485,6 +485,12 @@ def _reading(path: Path) -> Iterator[None]:
         raise
 
 
+def files_written(output: Path) -> list[Path]:
+    """Return the output, the files beside it, and the folder of its parts."""
+    names = ("errors.jsonl", "info.json", "run.json")
+    return [output, parts_folder(output), *(output.with_name(f"{output.name}.{name}") for name in names)]
+
+
 def parts_folder(output: Path) -> Path:
     """Return the folder that holds the parts of an unfinished output."""
     return output.with_name(f"{output.name}.parts")

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 
-from logprobe.errors import InputError, require
+from logprobe.errors import InputError, OutputError, require
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -138,6 +138,19 @@ def identity_of(sources: Sequence[Source], *, resume: bool) -> dict[str, Any]:
     if resume and any(source.name == STDIN for source in sources):
         raise InputError("standard input: cannot be read again; save it to a file to resume from it")
     return {"inputs": [[one.name, one.format, one.by_line, one.num_bytes] for one in sources]}
+
+
+def check_apart(sources: Iterable[Source], outputs: Iterable[Path]) -> None:
+    """Check that no input is one of the files that a run writes, or lies in a folder that it writes.
+
+    Raises:
+        OutputError: an input would be overwritten, or the results of an earlier run are among the inputs.
+    """
+    written = {output.resolve() for output in outputs}
+    for source in sources:
+        path = Path(source.name).resolve()
+        if source.name != STDIN and not written.isdisjoint([path, *path.parents]):
+            raise OutputError(f"{source.name}: is read as input; write to another file or folder")
 
 
 def in_batches(rows: Iterable[T], size_of: Callable[[T], int], max_size: float) -> Iterator[list[T]]:
