@@ -317,6 +317,12 @@ def test_an_output_that_exists_is_kept_unless_forced(tiny_llm: LLM, write: Any, 
             score_dataset(tiny_llm, source, out, resume=resume)
     assert out.read_text() == "mine"
     assert score_dataset(tiny_llm, source, out, force=True).num_rows == 1
+    folder = tmp_path / "folder.parquet"
+    folder.mkdir()
+    for force in (False, True):
+        with pytest.raises(OutputError, match="is a folder; name a file"):
+            score_dataset(tiny_llm, source, folder, force=force)
+    assert not (tmp_path / "folder.parquet.parts").exists()
     with pytest.raises(InputError, match="must end in"):
         score_dataset(tiny_llm, source, tmp_path / "o.csv")
 

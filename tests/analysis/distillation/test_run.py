@@ -209,7 +209,7 @@ def test_a_run_that_was_stopped_is_resumed_without_a_row_lost_or_doubled(
             run.to_folder(tmp_path / "out", resume=after > 1)
     with pytest.raises(InputError, match="use resume=True"):
         distil(tiny_llm, texts, tmp_path / "out", settings=settings, format=kind)
-    with pytest.raises(InputError, match="different top"):
+    with pytest.raises(InputError, match=r"different settings \(top\)"):
         distil(tiny_llm, texts, tmp_path / "out", settings=DistilSettings(top=5), format=kind, resume=True)
     summary = distil(tiny_llm, texts, tmp_path / "out", settings=settings, format=kind, resume=True)
     assert summary == expected
@@ -266,7 +266,7 @@ def test_a_finished_run_says_so_and_is_written_anew_by_force(
     run = DistilRun(tiny_llm, find_sources([str(texts)]), settings)
     assert run.to_folder(tmp_path / "out", resume=True) == first
     assert run.was_finished
-    with pytest.raises(InputError, match="different top"):
+    with pytest.raises(InputError, match=r"different settings \(top\)"):
         distil(tiny_llm, texts, tmp_path / "out", settings=DistilSettings(top=5), resume=True)
     kept = tmp_path / "out" / "data" / "mine.txt"
     kept.write_text("mine")
@@ -293,7 +293,7 @@ def test_a_run_that_has_just_ended_is_not_written_over(
     monkeypatch.setattr(runs, "Journal", ended)
     for asked in ({}, {"resume": True}):
         parts.mkdir(0o700)
-        with pytest.raises(InputError, match="exists" if not asked else "different top"):
+        with pytest.raises(InputError, match="exists" if not asked else r"different settings \(top\)"):
             distil(tiny_llm, texts, tmp_path / "out", settings=DistilSettings(top=5), **asked)
     assert rows_of(tmp_path / "out") == written
     assert not parts.exists()

@@ -182,6 +182,8 @@ def _below(name: str) -> list[str]:
         if files:
             return files
         raise InputError(f"{name}: no file matches the pattern; check the folder")
+    if path.exists():
+        raise InputError(f"{name}: is a pipe or a device; use - to read standard input")
     raise InputError(f"{name}: no such file; use a file, a folder, a glob pattern, or - for standard input")
 
 
