@@ -62,6 +62,9 @@ def test_words_are_written_to_a_file(words: Any, tmp_path: Path) -> None:
     refused = words("--text", TEXT, "-o", str(tmp_path / "none" / "w.csv"))
     assert refused.code == 1
     assert "none/w.csv: the folder does not exist" in refused.error_line
+    refused = words("--text", TEXT, "-o", str(tmp_path / "w.parquet"))
+    assert (refused.code, "--output: cannot be Parquet" in refused.error_line) == (2, True)
+    assert not (tmp_path / "w.parquet").exists()
 
 
 def test_the_output_replaces_a_file_only_when_the_run_has_ended(words: Any, tmp_path: Path) -> None:

@@ -79,6 +79,8 @@ def words(
         raise typer.BadParameter("cannot be combined with --json", param_hint="--csv")
     if output is not None:
         check_place(output)
+    if output is not None and output.suffix == ".parquet":
+        raise typer.BadParameter("cannot be Parquet; name a .csv or .jsonl file", param_hint="--output")
     suffix = "" if output is None or as_csv or as_json else output.suffix
     as_csv, as_json = as_csv or suffix == ".csv", as_json or suffix == ".jsonl"
     settings = DataSettings(**data.columns)
