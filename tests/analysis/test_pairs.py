@@ -37,9 +37,17 @@ def test_a_pair_is_right_where_its_good_text_is_likelier(tiny_llm: LLM) -> None:
         own = [hit for hit, kind in zip(right, KINDS, strict=True) if kind == name]
         assert (share.mean, share.error) == measures.mean_and_error(own)
     assert str(found).splitlines()[-1].startswith("all     ")
+    numbered = tiny_llm.minimal_pairs(PAIRS, [1, 1, None, 1, None])  # categories from a data frame
+    assert [line.split()[0] for line in str(numbered).splitlines()] == ["1", "None", "all"]
     frame = found.to_pandas()
     assert frame["category"].tolist() == KINDS
     assert frame["is_right"].mean() == found.accuracy.mean
+
+
+def test_a_pair_without_scored_tokens_is_named_with_its_text(tiny_llm: LLM) -> None:
+    with pytest.raises(ParameterError, match=r"pair 1 has .* 'a'; use bos=True \(--bos\)") as error:
+        tiny_llm.minimal_pairs([("the cat", "cat the"), ("the cat", "a")], bos=False)
+    assert error.value.parameter == "pairs"
 
 
 def test_pairs_are_scored_some_at_a_time(tiny_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

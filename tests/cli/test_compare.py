@@ -38,6 +38,23 @@ def test_the_command_prints_a_table_or_json(
     assert "did you mean max-num-seqs?" in cli("compare", model, f"{model},max-num-seq=1", *flags).err
 
 
+def test_an_output_that_cannot_be_written_fails_before_the_models_are_loaded(
+    cli: Callable[..., Any], tmp_path: Path
+) -> None:
+    data, folder = tmp_path / "in.txt", tmp_path / "folder"
+    data.write_text("the cat")
+    folder.mkdir()
+    for flag in ("-o", "--plot", "--save"):
+        for path, reason in (
+            (folder, "is a folder"),
+            (tmp_path / "none" / "c", "the folder does not exist"),
+            (data, "is read as input"),
+        ):
+            refused = cli("compare", "no/such-model", "--data", str(data), flag, str(path))
+            assert (refused.code, f"{path}: {reason}" in refused.error_line) == (1, True)
+    assert data.read_text() == "the cat"
+
+
 def test_models_with_other_tokens_are_compared_by_word_and_the_command_says_so(
     cli: Callable[..., Any], tiny_model_folder: Path, tiny_window_folder: Path, tmp_path: Path
 ) -> None:

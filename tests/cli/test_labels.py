@@ -146,7 +146,7 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_labels_alone(
         assert run("classify", *flags, "-o", str(out)).code == 130
     assert not out.exists()
     other = run("classify", str(source), "--lines", "--labels", " a", "-o", str(out), "--resume")
-    assert (other.code, "had a different labels" in other.err) == (1, True)
+    assert (other.code, "had different settings (labels)" in other.err) == (1, True)
     written: list[int] = []
 
     def counted(self: Journal[Any], end: int, rows: Any, *args: Any) -> None:
@@ -233,7 +233,7 @@ def test_grades_are_resumed_on_the_same_scale_alone(
         stopped.setattr(Journal, "write", stopping)
         assert run(*flags).code == 130
     other = run(*flags, "--scale", "1-10", "--resume")
-    assert (other.code, "had a different scale" in other.err) == (1, True)
+    assert (other.code, "had different settings (scale)" in other.err) == (1, True)
     assert run(*flags, "--scale", "1,2,3,4,5", "--resume").code == 0
     assert [json.loads(line)["row"] for line in out.read_text().splitlines()] == [*range(600)]
 

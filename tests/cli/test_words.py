@@ -62,6 +62,9 @@ def test_words_are_written_to_a_file(words: Any, tmp_path: Path) -> None:
     refused = words("--text", TEXT, "-o", str(tmp_path / "none" / "w.csv"))
     assert refused.code == 1
     assert "none/w.csv: the folder does not exist" in refused.error_line
+    refused = words("--text", TEXT, "-o", str(tmp_path / "w.parquet"))
+    assert (refused.code, "--output: cannot be Parquet" in refused.error_line) == (2, True)
+    assert not (tmp_path / "w.parquet").exists()
 
 
 def test_the_output_replaces_a_file_only_when_the_run_has_ended(words: Any, tmp_path: Path) -> None:
@@ -85,6 +88,13 @@ def test_the_output_is_never_an_input(words: Any, tmp_path: Path) -> None:
     assert refused.code == 1
     assert "story.txt: is read as input" in refused.error_line
     assert path.read_text() == "the cat"
+    rows = tmp_path / "rows.csv"
+    rows.write_text("text\nthe cat\n")
+    for inputs in (str(rows), str(tmp_path / "*.csv"), str(tmp_path)):
+        refused = words(inputs, "-o", str(rows))
+        assert refused.code == 1
+        assert "rows.csv: is read as input" in refused.error_line
+    assert rows.read_text() == "text\nthe cat\n"
 
 
 def test_a_pipe_is_written_to(words: Any, tmp_path: Path) -> None:

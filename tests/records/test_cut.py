@@ -49,6 +49,9 @@ def test_impossible_tokens_cost_nothing_short_of_the_whole() -> None:
         (np.zeros((1, 3)), [0], 1.1, "mass"),
         (np.zeros((1, 3)), [0, 1], 0.5, "chosen_ids"),
         (np.zeros(3), [0], 0.5, "chosen_ids"),
+        (np.zeros((1, 3)), [-1], 0.5, "chosen_ids"),
+        (np.zeros((1, 3)), [3], 0.5, "chosen_ids"),
+        (np.zeros((1, 3)), [0.5], 0.5, "chosen_ids"),
         (np.array([[np.nan, 0.0]]), [0], 0.5, "logprobs"),
     ],
 )

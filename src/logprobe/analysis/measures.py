@@ -260,7 +260,8 @@ def calibration(confidences: npt.ArrayLike, is_correct: npt.ArrayLike, *, num_bi
     """Compute the expected calibration error (Naeini et al. 2015; Guo et al. 2017) and the Brier score.
 
     Raises:
-        ParameterError: no answers, confidences outside [0, 1], different lengths, or no bins.
+        ParameterError: no answers, confidences outside [0, 1], correctness other than 0 and 1, different
+            lengths, or no bins.
     """
     require(num_bins >= 1, "num_bins", f"must be at least 1, got {num_bins}")
     values, hits = _answers(confidences, is_correct)
@@ -298,7 +299,8 @@ def threshold(confidences: npt.ArrayLike, is_correct: npt.ArrayLike, *, accuracy
     generalize.
 
     Raises:
-        ParameterError: no answers, confidences outside [0, 1], different lengths, or an invalid `accuracy`.
+        ParameterError: no answers, confidences outside [0, 1], correctness other than 0 and 1, different
+            lengths, or an invalid `accuracy`.
     """
     require(0 < accuracy <= 1, "accuracy", f"must be in (0, 1], got {accuracy}")
     values, hits = _answers(confidences, is_correct)
@@ -320,6 +322,7 @@ def _answers(confidences: npt.ArrayLike, is_correct: npt.ArrayLike) -> tuple[Flo
         f"has shape {hits.shape}, but confidences has {values.shape}; give one per confidence",
     )
     require(bool(np.all((values >= 0) & (values <= 1))), "confidences", "must be in [0, 1]")
+    require(bool(np.all((hits == 0) | (hits == 1))), "is_correct", "must be True or False, or 1 or 0")
     return values, hits
 
 

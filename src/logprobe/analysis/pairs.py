@@ -37,8 +37,8 @@ class MinimalPairs(EqualByValue):
 
     def __str__(self) -> str:
         rows = {**self.by_category, "all": self.accuracy}
-        width = max(map(len, rows))
-        return "\n".join(f"{name:{width}}  {share}" for name, share in rows.items())
+        width = max(len(str(name)) for name in rows)
+        return "\n".join(f"{name!s:{width}}  {share}" for name, share in rows.items())
 
     def to_pandas(self) -> Any:
         """Return a pandas data frame with one row per pair; requires the extra `frames`.
@@ -105,7 +105,6 @@ def _logprobs(
             where = f"among the texts from pair {first} on, "
             raise ParameterError("pairs", where + str(error).removeprefix("texts: ")) from error
         for number, text in enumerate(scored):
-            remedy = "has a text without scored tokens; use bos=True"
-            is_scored = not np.isnan(text.logprobs).all()
-            require(is_scored, "pairs", f"pair {first + number // 2} {remedy}")
+            what = f"pair {first + number // 2} has a text without scored tokens, {text.text!r:.60}"
+            require(not np.isnan(text.logprobs).all(), "pairs", f"{what}; use bos=True (--bos)")
         yield from zip(*([text.logprob for text in scored[side::2]] for side in (0, 1)), strict=True)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from logprobe.analysis.io.files import check_place
+from logprobe.analysis.io.sources import Source, check_apart, find_sources
 from logprobe.cli.data import FILES_HELP, FormatOption, LimitOption, LinesOption, TextColumnOption, read_texts
 from logprobe.cli.options import BosOption, EngineFlags, JsonOption, LoadFlags, field_names, open_llm
 from logprobe.cli.tables import print_figures
@@ -75,6 +77,12 @@ def compare(
     """
     engine = vars(loading)
     texts = None
+    outputs = [Path(path) for path in (save, output, plot) if path]
+    for path in outputs:  # before the models are loaded
+        check_place(path)
+    sources = find_sources(data, kind="txt") if data else []
+    sources += [Source(name=name, format="parquet") for name in (a, b) if name]
+    check_apart(sources, outputs)
     if data:
         texts = read_texts(data, text_column, kind=format, by_line=lines, limit=limit)
     if save is not None:

@@ -13,13 +13,12 @@ from typing import IO, TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 import typer
 
 from logprobe.analysis.datasets.settings import DataSettings
-from logprobe.analysis.io.files import replacing, writing
-from logprobe.analysis.io.sources import BadRow, Row, read_rows
+from logprobe.analysis.io.files import check_place, replacing, writing
+from logprobe.analysis.io.sources import BadRow, Row, Source, check_apart, read_rows
 from logprobe.cli.data import InputFlags, fail_for_bad_rows
 from logprobe.cli.inputs import TextOption, holds_rows, source_of
 from logprobe.cli.options import BosOption, ModelFlags
 from logprobe.cli.tables import MISSING, table
-from logprobe.errors import OutputError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -78,17 +77,15 @@ def words(
 
     if as_csv and as_json:
         raise typer.BadParameter("cannot be combined with --json", param_hint="--csv")
-    if output is not None:  # check before the model is loaded
-        if not output.absolute().parent.is_dir():
-            raise OutputError(f"{output}: the folder does not exist; create it first")
-        inputs = [Path(file) for file in data.files or []]
-        if output.is_file() and any(file.is_file() and output.samefile(file) for file in inputs):
-            raise OutputError(f"{output}: is read as input; write to another file")
+    if output is not None:
+        check_place(output)
+    if output is not None and output.suffix == ".parquet":
+        raise typer.BadParameter("cannot be Parquet; name a .csv or .jsonl file", param_hint="--output")
     suffix = "" if output is None or as_csv or as_json else output.suffix
     as_csv, as_json = as_csv or suffix == ".csv", as_json or suffix == ".jsonl"
     settings = DataSettings(**data.columns)
     check_kept(settings, ["row", by, *ROW_COLUMNS])
-    rows = _rows_of(data, settings, text)
+    rows = _rows_of(data, settings, text, output)
     num_bad = 0
     with model.open() as llm, _opened(output) as file:
         write = _csv_writer(file) if as_csv else partial(_write_json if as_json else _write_table, file)
@@ -111,8 +108,10 @@ def words(
     fail_for_bad_rows(num_bad, "standard error")
 
 
-def _rows_of(data: InputFlags, settings: DataSettings, text: str | None) -> Iterator[CheckedRow]:
-    """Return the texts to score; files and their columns are checked before this function returns."""
+def _rows_of(
+    data: InputFlags, settings: DataSettings, text: str | None, output: Path | None
+) -> Iterator[CheckedRow]:
+    """Return the texts to score; files, their columns and the output are checked before it returns."""
     from logprobe.analysis.datasets.rows import checked
 
     files = data.files or []
@@ -122,8 +121,12 @@ def _rows_of(data: InputFlags, settings: DataSettings, text: str | None) -> Iter
             "missing; --lines, --format and --keep-columns apply to files only", param_hint="FILE"
         )
     if is_data and text is None:
-        rows = read_rows(data.sources(settings.columns), settings.columns)
+        sources = data.sources(settings.columns)
+        check_apart(sources, [output] if output else [])
+        rows = read_rows(sources, settings.columns)
         return (checked(row, settings) for row in rows)
+    named = [Source(name=files[0], format="txt")] if files else []
+    check_apart(named, [output] if output else [])
     source = source_of(files[0] if files else None, text)
     values = {settings.text_column: "".join(source.parts)}
     return iter([checked(Row(index=0, source="text", line=1, num_bytes=0, values=values), settings)])

@@ -25,7 +25,8 @@ def cut_to_mass(logprobs: npt.ArrayLike, chosen_ids: npt.ArrayLike, mass: float)
     removed.
 
     Raises:
-        ParameterError: `mass` is outside (0, 1], the shapes do not match, or a value is NaN or +inf.
+        ParameterError: `mass` is outside (0, 1], the shapes do not match, an id is not in [0, V), or a value
+            is NaN or +inf.
     """
     rows, chosen = np.asarray(logprobs), np.asarray(chosen_ids)
     if not 0 < mass <= 1:
@@ -34,6 +35,9 @@ def cut_to_mass(logprobs: npt.ArrayLike, chosen_ids: npt.ArrayLike, mass: float)
         raise ParameterError(
             "chosen_ids", f"has shape {chosen.shape} for logprobs of shape {rows.shape}; give one id per row"
         )
+    is_id = np.issubdtype(chosen.dtype, np.integer) or chosen.size == 0
+    if not (is_id and np.all((chosen >= 0) & (chosen < rows.shape[1]))):
+        raise ParameterError("chosen_ids", f"must be integers in [0, {rows.shape[1]}), the size of a row")
     if np.isnan(rows).any() or np.isposinf(rows).any():
         raise ParameterError("logprobs", "a value is NaN or +inf; remove its row first")
     record = FlatLogprobs()

@@ -46,9 +46,7 @@ def to_arrow(
         ParameterError: `request_id` is not a string, `byte_offsets` or `token_ids` has the wrong length, or
             the ids differ from the record's.
     """
-    require(
-        isinstance(request_id, str), "request_id", "must be a string; convert it with str()", got=request_id
-    )
+    _check_request_id(request_id)
     _check_record("record", record)
     return batch_of(record.copy().rows, request_id, byte_offsets=byte_offsets, token_ids=token_ids)
 
@@ -68,12 +66,17 @@ def write_parquet(path: str | Path, records: Mapping[str, FlatLogprobs]) -> None
     The file's metadata holds the `info` of the records.
 
     Raises:
-        ParameterError: `records` is not a map of records, or the records differ in `info`.
+        ParameterError: `records` is not a map of records, or the records differ in `info`; an existing file
+            stays as it was.
     """
     is_map = isinstance(records, Mapping)
     require(is_map, "records", "must map request ids to records; write one as {'request-1': record}")
-    for request_id, record in records.items():
+    infos = []
+    for request_id, record in records.items():  # before the file is replaced
+        _check_request_id(request_id)
         _check_record("records", record, f"the value of {request_id!r} ")
+        infos.append(record.info)
+        check_same_info("records", f"the record of {request_id!r}", record.info, infos[0])
     with ParquetWriter(path) as writer:
         for request_id, record in records.items():
             writer.write(request_id, record)
@@ -192,6 +195,11 @@ class ParquetWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _check_request_id(request_id: object) -> None:
+    is_text = isinstance(request_id, str)
+    require(is_text, "request_id", "must be a string; convert it with str()", got=request_id)
 
 
 def _check_record(parameter: str, record: object, name: str = "") -> None:

@@ -53,7 +53,7 @@ def test_a_run_killed_three_times_ends_as_one_that_was_not(
         if out.exists():
             break
     if not out.exists():
-        with pytest.raises(InputError, match="had a different truncation"):
+        with pytest.raises(InputError, match=r"had different settings \(truncation\)"):
             score_dataset(tiny_llm, str(source), out, resume=True, settings=DataSettings(truncation="left"))
     with LLM(str(tiny_model_folder), kv_cache_memory_bytes=1 << 21) as llm:  # with the settings of `RUN`
         if not out.exists():
@@ -175,7 +175,7 @@ def test_a_finished_run_is_resumed_with_its_own_settings_and_output_alone(
     source, out = tmp_path / "in.txt", tmp_path / "o.parquet"
     source.write_text("the cat")
     score_dataset(tiny_llm, str(source), out)
-    with pytest.raises(InputError, match="had a different truncation"):
+    with pytest.raises(InputError, match=r"had different settings \(truncation\)"):
         score_dataset(tiny_llm, str(source), out, resume=True, settings=DataSettings(truncation="left"))
     with pytest.raises(InputError, match="exists; use force=True"):
         score_dataset(tiny_llm, str(source), out)

@@ -317,8 +317,30 @@ def test_an_output_that_exists_is_kept_unless_forced(tiny_llm: LLM, write: Any, 
             score_dataset(tiny_llm, source, out, resume=resume)
     assert out.read_text() == "mine"
     assert score_dataset(tiny_llm, source, out, force=True).num_rows == 1
+    folder = tmp_path / "folder.parquet"
+    folder.mkdir()
+    for force in (False, True):
+        with pytest.raises(OutputError, match="is a folder; name a file"):
+            score_dataset(tiny_llm, source, folder, force=force)
+    assert not (tmp_path / "folder.parquet.parts").exists()
     with pytest.raises(InputError, match="must end in"):
         score_dataset(tiny_llm, source, tmp_path / "o.csv")
+
+
+@pytest.mark.parametrize("name", ["in.jsonl", "link.jsonl", "out.jsonl"])
+@pytest.mark.parametrize("asked", [{}, {"resume": True}, {"force": True}])
+def test_an_input_is_never_the_output(
+    tiny_llm: LLM, tmp_path: Path, name: str, asked: dict[str, bool]
+) -> None:
+    text = '{"text": "the cat"}\n'
+    (tmp_path / "in.jsonl").write_text(text)
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "in.jsonl")
+    (tmp_path / "out.jsonl.errors.jsonl").write_text(text)  # of an earlier run
+    with pytest.raises(OutputError, match="is read as input"):
+        score_dataset(tiny_llm, tmp_path / "*.jsonl", tmp_path / name, **asked)
+    with pytest.raises(OutputError, match="is read as input"):
+        score_dataset(tiny_llm, tmp_path, tmp_path / name, **asked)
+    assert (tmp_path / "in.jsonl").read_text() == text
 
 
 def test_a_full_disk_is_one_line_and_loses_nothing(

@@ -209,7 +209,7 @@ def test_a_run_that_was_stopped_is_resumed_without_a_row_lost_or_doubled(
             run.to_folder(tmp_path / "out", resume=after > 1)
     with pytest.raises(InputError, match="use resume=True"):
         distil(tiny_llm, texts, tmp_path / "out", settings=settings, format=kind)
-    with pytest.raises(InputError, match="different top"):
+    with pytest.raises(InputError, match=r"different settings \(top\)"):
         distil(tiny_llm, texts, tmp_path / "out", settings=DistilSettings(top=5), format=kind, resume=True)
     summary = distil(tiny_llm, texts, tmp_path / "out", settings=settings, format=kind, resume=True)
     assert summary == expected
@@ -266,7 +266,7 @@ def test_a_finished_run_says_so_and_is_written_anew_by_force(
     run = DistilRun(tiny_llm, find_sources([str(texts)]), settings)
     assert run.to_folder(tmp_path / "out", resume=True) == first
     assert run.was_finished
-    with pytest.raises(InputError, match="different top"):
+    with pytest.raises(InputError, match=r"different settings \(top\)"):
         distil(tiny_llm, texts, tmp_path / "out", settings=DistilSettings(top=5), resume=True)
     kept = tmp_path / "out" / "data" / "mine.txt"
     kept.write_text("mine")
@@ -293,7 +293,7 @@ def test_a_run_that_has_just_ended_is_not_written_over(
     monkeypatch.setattr(runs, "Journal", ended)
     for asked in ({}, {"resume": True}):
         parts.mkdir(0o700)
-        with pytest.raises(InputError, match="exists" if not asked else "different top"):
+        with pytest.raises(InputError, match="exists" if not asked else r"different settings \(top\)"):
             distil(tiny_llm, texts, tmp_path / "out", settings=DistilSettings(top=5), **asked)
     assert rows_of(tmp_path / "out") == written
     assert not parts.exists()
@@ -318,6 +318,17 @@ def test_a_file_in_the_place_of_the_folder_is_refused_and_stays(
     with pytest.raises(OutputError, match="cannot be written"):
         distil(tiny_llm, texts, taken, **asked)
     assert taken.read_text() == "mine"
+
+
+@pytest.mark.parametrize("asked", [{}, {"resume": True}, {"force": True}])
+def test_an_input_is_never_the_output(tiny_llm: LLM, tmp_path: Path, asked: dict[str, bool]) -> None:
+    source = tmp_path / "data" / "train-00000-of-00001.parquet"  # as in a folder of Hugging Face `datasets`
+    source.parent.mkdir()
+    pq.write_table(pa.table({"text": ["the cat"]}), source)
+    before = source.read_bytes()
+    with pytest.raises(OutputError, match="is read as input"):
+        distil(tiny_llm, source, tmp_path, **asked)
+    assert source.read_bytes() == before
 
 
 def test_what_was_shared_before_a_kill_is_shared_again(

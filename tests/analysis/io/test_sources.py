@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import subprocess
 import sys
@@ -116,3 +117,11 @@ def test_a_csv_column_that_is_named_twice_is_refused(tmp_path: Path) -> None:
     path.write_text("text,text\na b,c d\n")
     with pytest.raises(InputError, match="its header has 'text' twice"):
         list(read_rows(find_sources([str(path)]), ["text"]))
+
+
+def test_a_pipe_is_told_from_a_missing_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InputError, match="is a pipe or a device; use -"):
+        find_sources(tmp_path / "pipe", kind="jsonl")
+    with pytest.raises(InputError, match="no such file"):
+        find_sources(tmp_path / "none", kind="jsonl")

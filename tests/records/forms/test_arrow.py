@@ -161,6 +161,12 @@ def test_records_of_other_metadata_are_refused(
     records = {"a": record_of(infos[0]), "b": record_of(infos[0]), "c": record_of(infos[1])}
     with pytest.raises(ParameterError, match=r"'c' differs .* in info .*stages.*; write one file") as caught:
         write_parquet(tmp_path / "a.parquet", records)
+    assert caught.value.parameter == "records"
+    assert not (tmp_path / "a.parquet").exists()  # no file with a part of the records
+    with ParquetWriter(tmp_path / "b.parquet") as writer:
+        writer.write("a", record_of(infos[0]))
+        with pytest.raises(ParameterError, match=r"'c' differs .* in info") as caught:
+            writer.write("c", record_of(infos[1]))
     assert caught.value.parameter == "record"
 
 
@@ -264,6 +270,15 @@ def test_only_a_map_of_records_is_written(records: Any, tmp_path: Path) -> None:
         write_parquet(tmp_path / "a.parquet", records)
     assert caught.value.parameter == "records"
     assert not (tmp_path / "a.parquet").exists()
+
+
+def test_an_id_that_is_no_text_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "a.parquet", {"a": record_of(INFO)})
+    records: Any = {"b": record_of(INFO), 3: record_of(INFO)}
+    with pytest.raises(ParameterError) as caught:
+        write_parquet(tmp_path / "a.parquet", records)
+    assert caught.value.parameter == "request_id"
+    assert list(read_parquet(tmp_path / "a.parquet")) == ["a"]
 
 
 def test_offsets_of_another_length_are_refused(step: Any) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -16,8 +17,8 @@ from logprobe.analysis import measures
 from logprobe.analysis.datasets.rows import batches, checked
 from logprobe.analysis.datasets.settings import HITS, DataSettings
 from logprobe.analysis.datasets.tasks import schema_of, task_of
-from logprobe.analysis.io.journal import AnsweredRows, Journal, advancing, source_of_numbers
-from logprobe.analysis.io.sources import BadRow, find_sources, identity_of, read_rows
+from logprobe.analysis.io.journal import AnsweredRows, Journal, advancing, files_written, source_of_numbers
+from logprobe.analysis.io.sources import BadRow, check_apart, find_sources, identity_of, read_rows
 from logprobe.analysis.score import joined
 from logprobe.analysis.scorer import in_flight
 from logprobe.analysis.statistics import Mean, Moments
@@ -25,7 +26,6 @@ from logprobe.errors import LogprobeError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
 
     from numpy.typing import NDArray
 
@@ -182,10 +182,12 @@ class DatasetRun:
         Raises:
             InputError: an input cannot be read, the output exists, another process writes the output, or the
                 run to resume had other settings, another model or other weights.
-            OutputError: the output cannot be written; completed parts are kept for `resume`.
+            OutputError: the output cannot be written, or is also an input; completed parts are kept for
+                `resume`.
             LogprobeError: the engine failed; completed parts are kept for `resume`.
         """
         workers = self._workers
+        check_apart(workers.sources, files_written(Path(path)))
         # A resumed run must share everything that affects the values or the order of rows.
         settings = identity_of(workers.sources, resume=resume)
         settings |= workers.source_of_numbers() | asdict(workers.settings)
@@ -247,7 +249,7 @@ def score_dataset(
     Raises:
         InputError: an input cannot be read, the output exists, or the run to resume had other settings.
         ParameterError: a setting is invalid.
-        OutputError: the output cannot be written.
+        OutputError: the output cannot be written, or is also an input.
     """
     sources = find_sources(inputs, kind=kind, by_line=by_line)
     asked = settings or DataSettings()

@@ -18,8 +18,8 @@ from logprobe.analysis.distillation.formats import COMPRESSION_FILE, compression
 from logprobe.analysis.distillation.rows import SequenceReader, in_calls, scored, teacher_rows
 from logprobe.analysis.distillation.settings import FORMATS, DistilSettings
 from logprobe.analysis.io.files import write_durably
-from logprobe.analysis.io.journal import AnsweredRows, Journal, advancing, source_of_numbers
-from logprobe.analysis.io.sources import BadRow, find_sources, identity_of, read_rows
+from logprobe.analysis.io.journal import AnsweredRows, Journal, advancing, files_written, source_of_numbers
+from logprobe.analysis.io.sources import BadRow, check_apart, find_sources, identity_of, read_rows
 from logprobe.analysis.scorer import in_flight
 from logprobe.errors import require
 
@@ -93,10 +93,12 @@ class DistilRun:
         Raises:
             InputError: an input cannot be read, the output exists, another process writes the output, or the
                 run to resume had other settings, another model or other weights.
-            OutputError: the output cannot be written; completed parts are kept for `resume`.
+            OutputError: the output cannot be written, or is also an input; completed parts are kept for
+                `resume`.
             LogprobeError: the engine failed; completed parts are kept for `resume`.
         """
         folder = Path(path)
+        check_apart(self._sources, [folder / DATA, folder / "run.json", *files_written(folder / JOURNAL)])
         # A resumed run must share everything that affects the values or the order of rows.
         settings = identity_of(self._sources, resume=resume) | {"format": self._kind}
         settings |= source_of_numbers(self._llm) | asdict(self._settings)
@@ -227,7 +229,7 @@ def distil(
     Raises:
         InputError: an input cannot be read, the output exists, or the run to resume had other settings.
         ParameterError: a setting or the format is invalid.
-        OutputError: the output cannot be written.
+        OutputError: the output cannot be written, or is also an input.
     """
     require(format in FORMATS, "format", f"must be one of {', '.join(FORMATS)}, got {format!r}")
     sources = find_sources(inputs, kind=kind, by_line=by_line)

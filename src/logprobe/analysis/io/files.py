@@ -63,6 +63,18 @@ def writing(path: str | Path, remedy: str = "free disk space, or use another pat
         raise OutputError(f"{path}: cannot be written ({reason}); {remedy}") from error
 
 
+def check_place(path: Path) -> None:
+    """Check before a long computation that a file can be written to `path`.
+
+    Raises:
+        OutputError: the folder of `path` does not exist, or `path` is a folder.
+    """
+    if not path.absolute().parent.is_dir():
+        raise OutputError(f"{path}: the folder does not exist; create it first")
+    if path.is_dir():
+        raise OutputError(f"{path}: is a folder; name a file")
+
+
 def write_durably(path: Path, write: Callable[[Path], object]) -> None:
     """Write to a temporary file, flush it to disk, and rename it to `path`; see `replacing`."""
     with replacing(path) as unfinished:

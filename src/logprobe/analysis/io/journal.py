@@ -24,7 +24,7 @@ from logprobe._arrow import pa, pq
 from logprobe.analysis.io.files import json_line, reading, write_durably, writing
 from logprobe.analysis.io.sources import BadRow  # noqa: TC001 - msgspec reads the field
 from logprobe.analysis.io.tables import INFO_KEY, parquet_writer
-from logprobe.errors import InputError
+from logprobe.errors import InputError, OutputError
 from logprobe.private_files import FOLDER_MODE, is_private
 from logprobe.records.forms.finite import IMPOSSIBLE
 from logprobe.records.forms.versions import Versioned, check_version
@@ -156,6 +156,10 @@ class Journal(Generic[S]):
         self.path = Path(path)
         if self.path.suffix not in SUFFIXES:
             raise InputError(f"{path}: must end in {' or '.join(SUFFIXES)}")
+        if folder is None and self.path.is_dir():  # found before the rows are scored
+            raise OutputError(f"{path}: cannot be written, because it is a folder; name a file")
+        if folder is not None and folder.exists() and not folder.is_dir():
+            raise OutputError(f"{folder}: cannot be written, because it is a file; name a folder")
         self._schema = schema
         self._settings: dict[str, Any] = json.loads(json.dumps(settings))
         self._summary_type = summary_type
@@ -276,8 +280,8 @@ class Journal(Generic[S]):
         other = sorted(name for name in names if before.get(name) != now.get(name))
         if other:
             raise InputError(
-                f"{self.path}: the run to resume had a different {', '.join(other)}; "
-                f"repeat its settings, or {BEGIN_ANEW}"
+                f"{self.path}: the run to resume had different settings "
+                f"({', '.join(other)}); repeat them, or {BEGIN_ANEW}"
             )
 
     def agree(self, source: dict[str, str | None]) -> None:
@@ -483,6 +487,12 @@ def _reading(path: Path) -> Iterator[None]:
             )
             raise InputError(message) from cause
         raise
+
+
+def files_written(output: Path) -> list[Path]:
+    """Return the output, the files beside it, and the folder of its parts."""
+    names = ("errors.jsonl", "info.json", "run.json")
+    return [output, parts_folder(output), *(output.with_name(f"{output.name}.{name}") for name in names)]
 
 
 def parts_folder(output: Path) -> Path:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 
-from logprobe.errors import InputError, require
+from logprobe.errors import InputError, OutputError, require
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -140,6 +140,19 @@ def identity_of(sources: Sequence[Source], *, resume: bool) -> dict[str, Any]:
     return {"inputs": [[one.name, one.format, one.by_line, one.num_bytes] for one in sources]}
 
 
+def check_apart(sources: Iterable[Source], outputs: Iterable[Path]) -> None:
+    """Check that no input is one of the files that a run writes, or lies in a folder that it writes.
+
+    Raises:
+        OutputError: an input would be overwritten, or the results of an earlier run are among the inputs.
+    """
+    written = {output.resolve() for output in outputs}
+    for source in sources:
+        path = Path(source.name).resolve()
+        if source.name != STDIN and not written.isdisjoint([path, *path.parents]):
+            raise OutputError(f"{source.name}: is read as input; write to another file or folder")
+
+
 def in_batches(rows: Iterable[T], size_of: Callable[[T], int], max_size: float) -> Iterator[list[T]]:
     """Yield batches of at most `ROWS_A_CALL` rows.
 
@@ -169,6 +182,8 @@ def _below(name: str) -> list[str]:
         if files:
             return files
         raise InputError(f"{name}: no file matches the pattern; check the folder")
+    if path.exists():
+        raise InputError(f"{name}: is a pipe or a device; use - to read standard input")
     raise InputError(f"{name}: no such file; use a file, a folder, a glob pattern, or - for standard input")
 
 
