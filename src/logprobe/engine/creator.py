@@ -1,4 +1,4 @@
-"""`Creator`: detects a fork or the interpreter's shutdown, when an object's threads and locks no longer work."""
+"""`Creator`: detects a fork and the interpreter's shutdown, after which an object's threads do not run."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ class Creator:
         """Raise an error where waiting for the engine's threads would block forever.
 
         Raises:
-            EngineClosedError: this is a fork of the process that made the object, or the interpreter shuts down.
+            EngineClosedError: this is a fork of the process that made the object, or the interpreter is
+                shutting down.
         """
         if sys.is_finalizing():
-            raise EngineClosedError("the interpreter is shutting down; use the engine before the program ends")
+            raise EngineClosedError("the program is ending; use the engine before its end")
         if self.is_gone:
             raise EngineClosedError(
                 f"the engine was started in process {self._pid} and cannot be used in a forked process; "
