@@ -219,7 +219,7 @@ class EngineError(LogprobeError, RuntimeError):
 
 
 class EngineClosedError(EngineError):
-    """The engine was used after `close()`.
+    """The engine was used after `close()`, in a forked process, or while the interpreter shuts down.
 
     Remedy: use it inside the `with` block, or create a new `LLM`.
     """

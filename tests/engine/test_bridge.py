@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import subprocess
+import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -82,3 +84,36 @@ def test_an_interrupt_before_there_is_anything_to_cancel_closes_the_stream(
         assert ended == [True]
     finally:
         bridge.close()
+
+
+AT_SHUTDOWN = """
+from logprobe.engine.backends.bridge import LoopThread
+from logprobe.errors import EngineClosedError
+
+async def items():
+    yield 1
+    yield 2
+
+class Holder:
+    def __init__(self):
+        self.bridge, self.error = LoopThread(), EngineClosedError
+    def __del__(self):
+        try:
+            self.bridge.run(items().__anext__())
+        except self.error:
+            print("refused")
+        self.bridge.close()
+        print("closed")
+
+holder = Holder()
+numbers = holder.bridge.iterate(items())
+print(next(numbers))
+"""
+
+
+def test_a_stream_and_a_finalizer_do_not_hang_the_shutdown_of_the_interpreter() -> None:
+    """Python has stopped the loop's thread before it destroys the last objects of a program."""
+    command = [sys.executable, "-c", AT_SHUTDOWN]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stdout.split() == ["1", "refused", "closed"]
+    assert not ended.stderr

@@ -224,6 +224,7 @@ def test_weights_that_are_none_or_not_merged_are_refused_with_the_remedy(
         (state | {f"{name}.weight": [1.0]}, "is a list; give a torch tensor or NumPy array"),
         (state | {f"{name}.weight": np.array(["x"])}, "is not a dtype of weights"),
         ({7: state[f"{name}.weight"]}, "must have strings as keys, got 7"),
+        (torch.nn.Linear(2, 2), r"must be a state_dict\(\) or a folder, got a Linear"),
         (
             state | {f"_orig_mod.{name}.weight": state[f"{name}.weight"] + 1},
             "twice after the prefixes of wrappers",

@@ -132,6 +132,9 @@ def test_extend_walks_token_by_token(lm: AsyncLM, plain_row: Any, random_ids: An
     known = asyncio.run(walk())
     assert known.token_ids.tolist() == ids
     np.testing.assert_allclose(known.logprobs, plain_row(ids), atol=TOLERANCE, rtol=0)
+    for token_id in (1.5, True):
+        with raises(ParameterError, parameter="token_id"):
+            asyncio.run(lm.extend(known, token_id))
 
 
 @BOTH
@@ -146,7 +149,7 @@ def test_topk_and_given_ids_are_parts_of_the_row(lm: AsyncLM, random_ids: Any) -
     np.testing.assert_array_equal(given, row[[3, 200, 3]])
     with raises(ParameterError, parameter="logprob_token_ids"):
         asyncio.run(lm.next_token_logprobs_for(ids, [lm.vocab_size]))
-    for k in (0, lm.vocab_size + 1):
+    for k in (0, lm.vocab_size + 1, 1.5, True):
         with raises(ParameterError, parameter="k"):
             asyncio.run(lm.next_token_topk(ids, k))
 

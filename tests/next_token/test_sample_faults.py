@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from logprobe.errors import ParameterError
 from logprobe.sampling.params import nth_seed
+from refusals import raises
 
 if TYPE_CHECKING:
     from logprobe.next_token import AsyncLM
@@ -80,6 +82,14 @@ def test_seeds_of_repetitions_differ_and_cross_to_any_engine() -> None:
         assert seeds[0] == seed
         assert len({*seeds}) == 100
         assert all(0 <= one < 2**64 for one in seeds[1:])
+
+
+def test_a_single_stop_id_in_place_of_a_list_is_refused(lm: AsyncLM, random_ids: Any) -> None:
+    prompt, eos_token_ids = random_ids(76, 4), lm.tokenizer.eos_token_id
+    with raises(ParameterError, parameter="eos_token_ids"):
+        asyncio.run(lm.sample(prompt, 2, eos_token_ids))
+    with raises(ParameterError, parameter="eos_token_ids"):
+        asyncio.run(lm.batch_sample([prompt], 2, eos_token_ids))
 
 
 def _first(token_ids: list[int], stops: set[int]) -> int:

@@ -1,8 +1,9 @@
-"""`Creator`: detects a fork, after which an object's threads and locks no longer work."""
+"""`Creator`: detects a fork and the interpreter's shutdown, after which an object's threads do not run."""
 
 from __future__ import annotations
 
 import os
+import sys
 
 from logprobe.errors import EngineClosedError
 
@@ -17,15 +18,22 @@ class Creator:
 
     @property
     def is_gone(self) -> bool:
-        """True in a forked child of the creating process, where none of the engine's threads run."""
-        return os.getpid() != self._pid
+        """True where none of the engine's threads run: in a fork, and once the interpreter shuts down.
+
+        Python stops daemon threads before it destroys a program's last objects, whose `__del__` or `finally`
+        may use the engine.
+        """
+        return sys.is_finalizing() or os.getpid() != self._pid
 
     def check(self) -> None:
-        """Raise an error in a forked child, where waiting for the engine's threads would block forever.
+        """Raise an error where waiting for the engine's threads would block forever.
 
         Raises:
-            EngineClosedError: this is a fork of the process that made the object.
+            EngineClosedError: this is a fork of the process that made the object, or the interpreter is
+                shutting down.
         """
+        if sys.is_finalizing():
+            raise EngineClosedError("the program is ending; use the engine before its end")
         if self.is_gone:
             raise EngineClosedError(
                 f"the engine was started in process {self._pid} and cannot be used in a forked process; "

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from contextlib import aclosing, contextmanager
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
@@ -237,6 +238,8 @@ class Front:
             isinstance(version, str) and 0 < len(version) <= MAX_VERSION_CHARS and version.isprintable()
         )
         require(is_name, "version", f"must be 1 to {MAX_VERSION_CHARS} printable characters", got=version)
+        is_source = isinstance(weights, str | PathLike | Mapping)
+        require(is_source, "weights", f"must be a state_dict() or a folder, got a {type(weights).__name__}")
         source = as_state(weights) if isinstance(weights, Mapping) else str(Path(weights).absolute())
         with self._loading:
             number = next(self._numbers)

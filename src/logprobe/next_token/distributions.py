@@ -10,6 +10,7 @@ import numpy as np
 from logprobe.errors import ParameterError, require
 from logprobe.next_token.base import BaseLM
 from logprobe.next_token.rows import ArrayT, KnownPrefix, TopTokens, top_tokens
+from logprobe.sampling.params import as_int
 from logprobe.text.edge import as_token_ids
 
 if TYPE_CHECKING:
@@ -75,8 +76,9 @@ class Distributions(BaseLM, Generic[ArrayT]):
         """Return the `k` most likely next tokens in descending order; ties are ordered by ascending id.
 
         Raises:
-            ParameterError: `k` is outside [1, V], or for the reasons given in `next_token_logprobs`.
+            ParameterError: `k` is not an integer in [1, V], or for the reasons in `next_token_logprobs`.
         """
+        k = as_int("k", k)
         require(0 < k <= self.vocab_size, "k", f"must be in [1, {self.vocab_size}], got {k}")
         [row] = await self._rows([token_ids], self._chosen_lora(lora))
         return top_tokens(row, k)
@@ -118,6 +120,6 @@ class Distributions(BaseLM, Generic[ArrayT]):
 
     async def extend(self, known: KnownPrefix[ArrayT], token_id: int) -> KnownPrefix[ArrayT]:
         """Append a token, with the same LoRA adapter; computes one token if the prefix is still cached."""
-        ids = as_token_ids([*known.token_ids, token_id], "token_id")
+        ids = as_token_ids([*known.token_ids, as_int("token_id", token_id)], "token_id")
         [row] = await self._rows([ids], known.lora)
         return KnownPrefix(ids, known.lora, self._as_caller(row))

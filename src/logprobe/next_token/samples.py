@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, ClassVar
 
+from logprobe.errors import require
 from logprobe.next_token.base import BaseLM
 from logprobe.sampling import SamplingParams
 from logprobe.sampling.params import nth_seed
 from logprobe.text.edge import as_token_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from logprobe.next_token.base import TokenIds
     from logprobe.next_token.rows import SampledIds
@@ -66,7 +68,7 @@ class Samples(BaseLM):
             top_p=top_p,
             top_k=top_k,
             logprobs=logprobs,
-            stop_token_ids=tuple(eos_token_ids),
+            stop_token_ids=_stop_token_ids(eos_token_ids),
             ignore_eos=self._ignores_eos if ignore_eos is None else ignore_eos,
             lora=self._chosen_lora(lora),
         )
@@ -87,7 +89,7 @@ class Samples(BaseLM):
         ignore_eos: bool | None = None,
     ) -> list[SampledIds]:
         """Run `sample` for all prompts concurrently; with a seed, equal prompts get different samples."""
-        stops = tuple(eos_token_ids)
+        stops = _stop_token_ids(eos_token_ids)
         seen: Counter[bytes] = Counter()
         samples = []
         for prompt in prompt_token_ids_list:
@@ -109,3 +111,9 @@ class Samples(BaseLM):
                 )
             )
         return await asyncio.gather(*samples)
+
+
+def _stop_token_ids(eos_token_ids: Iterable[int]) -> tuple[int, ...]:
+    is_list = isinstance(eos_token_ids, Iterable)
+    require(is_list, "eos_token_ids", "must be a list of token ids", got=eos_token_ids)
+    return tuple(eos_token_ids)

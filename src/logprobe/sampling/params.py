@@ -175,7 +175,7 @@ class SamplingParams:
         for name in ("n", "best_of", "max_tokens", "min_tokens", "top_k", "seed", *COUNTS):
             value = getattr(self, name)
             if value is not None or name in {"n", "max_tokens", "min_tokens", "top_k"}:
-                normal[name] = _int(name, value)
+                normal[name] = as_int(name, value)
         for name in ("temperature", "top_p", "min_p", *PENALTIES):
             normal[name] = _float(name, getattr(self, name))
         for name in ("stop_token_ids", "allowed_token_ids"):
@@ -330,7 +330,12 @@ def nth_seed(seed: int, repeat: int) -> int:
     return int(np.random.SeedSequence([abs(seed), int(seed < 0), repeat]).generate_state(1, np.uint64)[0])
 
 
-def _int(name: str, value: Any) -> int:
+def as_int(name: str, value: Any) -> int:
+    """Convert `value` to an int.
+
+    Raises:
+        ParameterError: `value` is not an integer; the error's parameter is `name`.
+    """
     try:
         number = operator.index(value)
     except TypeError:
@@ -354,7 +359,7 @@ def layer_numbers(name: str, value: Any) -> Literal["last"] | tuple[int, ...]:
     if isinstance(value, str):
         require(value == "last", name, f"must be 'last' or a list of layer numbers, got {value!r}")
         return "last"
-    layers = tuple(_int(name, layer) for layer in _items(name, value, "layer numbers"))
+    layers = tuple(as_int(name, layer) for layer in _items(name, value, "layer numbers"))
     require(layers, name, "must name at least one layer; leave it out for no hidden states")
     require(len(set(layers)) == len(layers), name, "must name each layer once", got=value)
     return layers
@@ -368,7 +373,7 @@ def _items(name: str, values: Any, what: str) -> tuple[Any, ...]:
 
 
 def _ints(name: str, values: Any) -> tuple[int, ...]:
-    return tuple(_int(name, value) for value in _items(name, values, "token ids"))
+    return tuple(as_int(name, value) for value in _items(name, values, "token ids"))
 
 
 def named_ids(name: str, value: Any) -> tuple[int, ...] | IdLists | None:
