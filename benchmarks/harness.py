@@ -327,7 +327,7 @@ def publish(bench: str, figures: Sequence[Figure], options: Options) -> None:
         bench = f"{bench} --model {Path(options.model).name}"
     if set(options.rivals) < {OURS, *RIVALS}:  # a race of fewer stands beside that of all
         bench = f"{bench} --rivals {','.join(options.rivals[1:])}"
-    if options.is_bfloat16:  # asked for, so beside the race that the processor has anyway
+    if options.is_bfloat16:  # saved beside the usual contestants' figures
         bench = f"{bench} --bfloat16"
     if options.is_json:
         print(json.dumps(content))

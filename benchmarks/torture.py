@@ -530,17 +530,16 @@ def models() -> Iterator[tuple[Path, dict[str, Path]]]:
 def main() -> int:
     """Run all, print and keep the tables; 1 where something was lost, wrong or left behind."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=15.0, help="of all layouts together")
+    parser.add_argument("--minutes", type=float, default=15.0, help="of all layouts together; 0: none")
     parser.add_argument("--tokens", type=int, default=1 << 16, help="drawn and scored; 0: none")
     parser.add_argument("--model", default="smollm2", help="of which they are drawn")
     parser.add_argument("--arithmetic", default="auto", help="with which they are drawn and scored")
-    parser.add_argument("--no-storm", action="store_true", help="only draw and score")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", action="store_true", help="print, and keep nothing")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     tallies = []
-    layouts = [] if options.no_storm else [layout for layout in LAYOUTS if layout.python.exists()]
+    layouts = [layout for layout in LAYOUTS if options.minutes and layout.python.exists()]
     with models() as (folder, adapters):
         for number, layout in enumerate(layouts):
             seed = options.seed + 10 * number

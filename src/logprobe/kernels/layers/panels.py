@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from logprobe.kernels import threads
-from logprobe.kernels.layers.layout import FORM_NUMBERS, PANEL, TILE_ROWS
+from logprobe.kernels.layers.layout import FLOAT16, FLOAT32, FORM_NUMBERS, PANEL, TILE_ROWS
 from logprobe.kernels.layers.rows import ACTIVATIONS
 from logprobe.kernels.native import library
 from logprobe.kernels.stages import Stage, items_for_threads
@@ -76,6 +76,7 @@ def panel_stage(x: Array, weights: PanelWeights, out: Array, finish: Finish = PL
     item_panels = max(1, num_panels // max(FEWEST_ITEMS, items_for_threads()))
     items = -(-num_panels // item_panels)
     num_rows, padded = len(x), weights.padded_inputs
+    assert weights.arithmetic == "fma" or weights.form not in {FLOAT32, FLOAT16}
     sizes, has_pieces = BLOCK_SIZES[weights.arithmetic], weights.arithmetic == "bf16x3"
     num_blocks = _num_blocks(num_rows, padded, items, sizes)
     return Stage(
